@@ -1,0 +1,54 @@
+# Everything goes through one virtual environment, .venv, which `make setup` creates.
+PYTHON ?= python3
+# Two workers keep both cores busy while multi-process tests wait; a module's tests share its servers.
+PYTEST_ARGS ?= -n 2 --dist loadscope
+COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
+
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := $(VENV)/.setup-done
+BENCH := $(VENV)/.bench-done
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-long test-compose check bench clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
+
+setup: $(SETUP)  ## create .venv with everything that the tests need
+demo: $(SETUP)  ## train, save, resume on another mesh: on a local directory, with S3=1 on an S3 server
+	$(BIN)/python examples/train_resume.py $(if $(S3),--s3)
+
+test: $(SETUP)  ## all tests but the long ones; starts the servers that they need
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-long: $(SETUP)  ## the long tests
+	$(BIN)/python -m pytest -m long
+
+test-compose:  ## the S3 tests against MinIO, in containers
+	COMPOSE="$(COMPOSE)" docker/test-compose.sh
+
+check: $(SETUP)  ## lint, format, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(BENCH)  ## side by side with other checkpoint libraries; options in ARGS="..."
+	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+clean:  ## remove .venv and everything that was built
+	rm -rf $(VENV) build dist demo-run bench-results
+	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# pip, not another installer: only pip follows the machine's own pip settings (a CPU build of torch, a mirror).
+$(SETUP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+$(BENCH): $(SETUP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
+	touch $@
