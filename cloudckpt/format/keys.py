@@ -1,0 +1,146 @@
+"""The only place where object keys and array names are built and parsed."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import struct
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
+from cloudckpt.errors import FormatError, InvalidStateError
+from cloudckpt.format.values import dotted
+
+MANIFEST = "manifest.json"
+
+MAX_NAME_BYTES = 160
+_MAX_STEP_DIGITS = 18
+_DIGEST_HEX = 16
+
+_STEP = re.compile(rf"step-([0-9]{{1,{_MAX_STEP_DIGITS}}})")
+_HASHED = re.compile(rf".*-[0-9a-fA-F]{{{_DIGEST_HEX}}}", re.DOTALL)
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
+_KEY_FAULTS = {
+    "has a control character or a lone surrogate": re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]"),
+    "has a backslash": re.compile(r"\\"),
+    "starts with a scheme or a drive": re.compile(r"\A[A-Za-z][A-Za-z0-9+.-]*:"),
+    "has an empty, '.' or '..' part": re.compile(r"(\A|/)\.{0,2}(/|\Z)"),
+    "is longer than 1024 characters": re.compile(r"(?s).{1025}"),  # S3's limit
+}
+# "c" and "zarr.json" would be read as chunks and metadata of the enclosing group.
+_RESERVED = frozenset({"c", "zarr.json"})
+# Windows keeps these for devices, in any case and with any extension.
+_DEVICES = frozenset({"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))})
+
+
+def step_dir(step: int) -> str:
+    """The directory of a step's checkpoint in its run; InvalidStateError for what is not a step."""
+    if type(step) is not int or not 0 <= step < 10**_MAX_STEP_DIGITS:
+        raise InvalidStateError(f"a step must be an int from 0 to 10**{_MAX_STEP_DIGITS} - 1, not {step!r}")
+    return f"step-{step:08d}"
+
+
+def parse_step(name: str) -> int | None:
+    """The step of a directory name, with any zero padding; None if it does not name a step."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def new_attempt() -> str:
+    """A random id: 12 hexadecimal digits."""
+    return secrets.token_hex(6)
+
+
+def pack_key(attempt: str, rank: int, index: int) -> str:
+    """The key, relative to the checkpoint, of the ``index``-th pack that ``rank`` writes."""
+    return f"{attempt}/r{rank:05d}-{index:03d}.zarr.zip"
+
+
+def plain_root(attempt: str) -> str:
+    """The key, relative to the checkpoint, under which a plain zarr hierarchy stands."""
+    return f"{attempt}.zarr"
+
+
+def chunk_key(array_name: str, index: tuple[int, ...]) -> str:
+    """The key of a chunk in a zarr v3 store with the default chunk key encoding."""
+    return "/".join((array_name, "c", *map(str, index)))
+
+
+def check_key(key: object) -> str:
+    """Return ``key`` if it names an object below the checkpoint on every store; else raise FormatError."""
+    if not isinstance(key, str):
+        raise FormatError(f"an object key must be a string, not {key!r:.200}")
+    for fault, pattern in _KEY_FAULTS.items():
+        if pattern.search(key):
+            raise FormatError(f"unsafe object key {key!r:.200}: it {fault}")
+    return key
+
+
+def array_names(paths: Sequence[tuple[Hashable, ...]]) -> list[str]:
+    """One name per path, in the order of ``paths``; equal paths (types included) get equal names.
+
+    A function of the set of paths alone. A name is one path component that every store keeps apart
+    from all the others, also where case is ignored: see "Names" in docs/format.md.
+    """
+    serialised = [_serialise(path) for path in paths]
+    plain = [_plain_name(path) for path in paths]
+    distinct = dict(zip(serialised, plain, strict=True))
+    claims = Counter(name.lower() for name in distinct.values() if name is not None)
+    names = {}
+    for path, identity, name in zip(paths, serialised, plain, strict=True):
+        if name is None or claims[name.lower()] > 1:
+            name = f"{_stem(path)}-{_digest(identity)}"
+        names[identity] = name
+    if len({name.lower() for name in names.values()}) < len(names):
+        raise InvalidStateError("two paths of the state have the same digest; rename one of them")
+    return [names[identity] for identity in serialised]
+
+
+def _plain_name(path: tuple[Hashable, ...]) -> str | None:
+    """The dotted path where it may stand as a name as it is."""
+    text = dotted(path)
+    if text != _stem(path) or len(text) > MAX_NAME_BYTES or text.endswith(".") or text.lower() in _RESERVED:
+        return None
+    return None if _HASHED.fullmatch(text) else text
+
+
+def _stem(path: tuple[Hashable, ...]) -> str:
+    """What remains readable of a path: safe characters, no leading dots, never a device name."""
+    text = _UNSAFE.sub("_", dotted(path))
+    text = re.sub(r"\.{2,}", ".", text)  # some servers refuse ".." anywhere in a key
+    if text.startswith((".", "__")):  # hidden files, and names that zarr reserves
+        text = text.lstrip("._")
+    if text.split(".")[0].lower() in _DEVICES:
+        text = f"_{text}"
+    if len(text) > MAX_NAME_BYTES:
+        text = text[: MAX_NAME_BYTES - _DIGEST_HEX - 1]
+    return text or "_"
+
+
+def _digest(serialised: bytes) -> str:
+    return hashlib.sha256(serialised).hexdigest()[:_DIGEST_HEX]
+
+
+def _serialise(element: object) -> bytes:
+    """Bytes that differ for different paths, by value, type or Unicode form."""
+    kind, payload = _payload(element)
+    return b"%b%d:%b" % (kind, len(payload), payload)
+
+
+def _payload(element: object) -> tuple[bytes, bytes]:
+    if type(element) is tuple:
+        return b"t", b"".join(_serialise(inner) for inner in element)
+    if type(element) is str:
+        return b"s", element.encode("utf-8", "surrogatepass")
+    if type(element) is int:
+        return b"i", hex(element).encode()
+    if type(element) is bool:
+        return b"b", b"%d" % element
+    if type(element) is float:
+        return b"f", struct.pack("<d", element)
+    if type(element) is bytes:
+        return b"y", element
+    if element is None:
+        return b"n", b""
+    raise InvalidStateError(f"a key of type {type(element).__qualname__} cannot name a tensor: {element!r:.200}")
