@@ -1,0 +1,356 @@
+"""Any fsspec filesystem as a store."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from datetime import datetime
+from typing import Any, TypeVar
+
+from fsspec.core import url_to_fs
+from fsspec.spec import AbstractFileSystem
+
+from cloudckpt.config import Config
+from cloudckpt.errors import NotFoundError, StoreError
+from cloudckpt.store import probe
+from cloudckpt.store.base import Buffer, ObjectInfo, RequestCounts, Upload, byte_view
+from cloudckpt.store.counts import Counter
+from cloudckpt.store.fsspec_errors import facts, translated
+from cloudckpt.store.paths import check_key, clean_prefix, join, mask, scheme_of
+from cloudckpt.store.retry import Backoff, call
+
+T = TypeVar("T")
+
+# There folders are no more than a way to show keys: none is ever made, for that may try to create
+# the bucket (fsspec/s3fs#532), and a conditional put can be trusted if a probe says so.
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "r2", "memory"}
+
+
+def open_filesystem(url: str, storage_options: Mapping[str, Any], config: Config) -> FsspecStore:
+    """A store over a filesystem of its own. Raises ValueError or ImportError if fsspec knows none."""
+
+    def make() -> AbstractFileSystem:
+        if scheme_of(url) in ("s3", "s3a"):
+            from cloudckpt.store.fsspec_s3 import make_filesystem
+
+            return make_filesystem(storage_options, config)
+        options = {**storage_options, "use_listings_cache": False, "skip_instance_cache": True}
+        return url_to_fs(url, **options)[0]
+
+    renewable = not {"key", "username", "token"} & set(storage_options)
+    return FsspecStore(url, make(), config, make=make, renewable=renewable)
+
+
+class FsspecStore:
+    """Objects below one path of a filesystem; none of its caches are trusted.
+
+    ``put`` is as atomic as the filesystem's own ``pipe_file``: on object stores wholly, on things
+    like sftp a reader may see an object that is being written.
+    ``make`` builds another instance, in a forked child or after credentials have expired.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        filesystem: AbstractFileSystem,
+        config: Config | None = None,
+        *,
+        make: Callable[[], AbstractFileSystem] | None = None,
+        renewable: bool = False,
+    ) -> None:
+        self._url = mask(url)
+        self._config = config or Config()
+        self._make = make or (lambda: _clone(filesystem))
+        self._is_own = make is not None
+        self._renewable = renewable
+        self._instance = filesystem
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._root = str(filesystem._strip_protocol(url)).rstrip("/")
+        self._protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
+        self._is_object_store = bool(self._protocols & _OBJECT_STORES)
+        self._is_s3 = False
+        self._transport_errors: tuple[type[Exception], ...] = ()
+        if self._protocols & {"s3", "s3a"}:
+            from cloudckpt.store import fsspec_s3
+
+            self._is_s3 = fsspec_s3.is_s3(filesystem)
+            self._transport_errors = fsspec_s3.TRANSPORT_ERRORS
+        self._counter = Counter()
+
+    def __repr__(self) -> str:
+        return f"FsspecStore({self._url!r}, {type(self._instance).__name__})"
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def counts(self) -> RequestCounts:
+        return self._counter.snapshot()
+
+    def get(self, key: str) -> bytes:
+        path = self._path(key)
+
+        def get() -> bytes:
+            self._counter.add(gets=1)
+            return bytes(self._fs.cat_file(path))
+
+        data = self._call("read", key, get)
+        self._counter.add(bytes_fetched=len(data))
+        return data
+
+    def stream(self, key: str, byte_offset: int, nbytes: int) -> Iterator[Buffer]:
+        end = byte_offset + nbytes
+        if nbytes == 0:
+            self._check_end(key, end)
+        backoff = Backoff(self._config.retry_deadline_s, self._counter)
+        start = byte_offset
+        while start < end:
+            try:
+                data = self._read_range(key, start, min(end, start + self._config.read_bytes))
+            except StoreError as error:
+                if facts(error).status == 416:
+                    self._check_end(key, end)
+                backoff.pause(error)
+                continue
+            if data:
+                backoff.progressed()
+                start += len(data)
+                yield data
+            else:
+                self._check_end(key, end)
+                backoff.pause(StoreError(f"no bytes of {key} came from {self._url}", key=key, retryable=True))
+
+    def buffered_bytes(self, nbytes: int) -> int:
+        return min(nbytes, self._config.read_bytes)
+
+    def size(self, key: str) -> int:
+        path = self._path(key)
+
+        def size() -> int:
+            self._counter.add(others=1)
+            filesystem = self._fs
+            filesystem.invalidate_cache(path)
+            found = filesystem.info(path)
+            if found["type"] != "file":
+                raise FileNotFoundError(path)
+            return int(found["size"])
+
+        return self._call("find", key, size)
+
+    def put(self, key: str, data: Buffer) -> None:
+        self._put(key, data, {})
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        # Where the server ignores the condition, this check is all there is.
+        try:
+            self.size(key)
+        except NotFoundError:
+            return self._create(key, data)
+        return False
+
+    def honours_conditions(self) -> bool:
+        if not self._is_object_store:
+            return False
+        endpoint = getattr(self._instance, "endpoint_url", None) or ""
+        bucket = self._root.partition("/")[0]
+        identity = f"fsspec|{type(self._instance).__name__}|{mask(str(endpoint))}|{bucket}"
+        return probe.honours_conditions(self._create, self.delete, identity)
+
+    def open_upload(self, key: str, nbytes_hint: int | None = None) -> Upload:
+        path = self._path(key)
+        if self._is_s3:
+            from cloudckpt.store.fsspec_s3 import S3fsUpload
+
+            return S3fsUpload(
+                self._fs,
+                path,
+                key,
+                nbytes_hint=nbytes_hint,
+                config=self._config,
+                counter=self._counter,
+                translated=lambda: self._translated("write", key),
+                size=lambda: self.size(key),
+            )
+        from cloudckpt.store.fsspec_upload import FileUpload
+
+        with self._translated("write", key):
+            self._make_folder(path)
+        return FileUpload(self._fs, path, key, counter=self._counter, translated=lambda: self._translated("write", key))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        top = self._top(prefix)
+
+        def find() -> Mapping[str, Mapping[str, Any]]:
+            self._counter.add(others=1)
+            filesystem = self._fs
+            filesystem.invalidate_cache()
+            try:
+                return dict(filesystem.find(top, detail=True))
+            except (FileNotFoundError, NotADirectoryError) as error:
+                if facts(error).code == "NoSuchBucket":
+                    raise
+                return {}
+
+        found = self._call("list", prefix, find)
+        for path in sorted(found):
+            about = found[path]
+            # A file of exactly this name is not below it; a name that ends in "/" marks a folder.
+            if about["type"] == "file" and path != top and not path.endswith("/"):
+                yield ObjectInfo(self._key(path), int(about["size"]), _modified_s(about))
+
+    def common_prefixes(self, prefix: str) -> Sequence[str]:
+        top = self._top(prefix)
+
+        def ls() -> Sequence[Mapping[str, Any]]:
+            self._counter.add(others=1)
+            filesystem = self._fs
+            filesystem.invalidate_cache()
+            try:
+                return tuple(filesystem.ls(top, detail=True))
+            except (FileNotFoundError, NotADirectoryError) as error:
+                if facts(error).code == "NoSuchBucket":
+                    raise
+                return ()
+
+        found = self._call("list", prefix, ls)
+        folders = [about["name"].rstrip("/") for about in found if about["type"] == "directory"]
+        keys = sorted(self._key(path) for path in folders if path != top)
+        if not self._is_object_store or "memory" in self._protocols:  # there may be empty folders
+            keys = [key for key in keys if next(self.list(key), None) is not None]
+        return [key.rpartition("/")[2] for key in keys]
+
+    def delete(self, keys: Iterable[str]) -> dict[str, str]:
+        # One by one: s3fs' bulk delete does not work on every server, and hides single failures
+        # on some (fsspec/s3fs#838).
+        all_keys = tuple(dict.fromkeys(keys))
+        for key in all_keys:
+            check_key(key)
+        with ThreadPoolExecutor(max_workers=self._config.num_threads) as pool:
+            reasons = pool.map(self._delete_one, all_keys)
+            return {key: reason for key, reason in zip(all_keys, reasons, strict=True) if reason is not None}
+
+    def close(self) -> None:
+        if self._is_own and self._is_s3 and self._pid == os.getpid():
+            from cloudckpt.store.fsspec_s3 import close_session
+
+            close_session(self._instance)
+
+    @property
+    def _fs(self) -> AbstractFileSystem:
+        if self._pid != os.getpid():
+            with self._lock:
+                if self._pid != os.getpid():
+                    # The parent's event loop does not run here.
+                    self._instance = self._make()
+                    self._pid = os.getpid()
+        return self._instance
+
+    def _renew(self) -> bool:
+        if self._renewable:
+            self._instance = self._make()
+        return self._renewable
+
+    def _read_range(self, key: str, start: int, end: int) -> bytes:
+        path = self._path(key)
+        with self._translated("read", key):
+            self._counter.add(gets=1)
+            # By keyword: the order of cat_file's arguments differs between filesystems.
+            data: bytes = self._fs.cat_file(path, start=start, end=end)
+        if len(data) > end - start:
+            raise StoreError(f"{self._url} ignores ranges: {len(data)} bytes for {start}-{end} of {key}", key=key)
+        self._counter.add(bytes_fetched=len(data))
+        return data
+
+    def _put(self, key: str, data: Buffer, options: Mapping[str, str]) -> None:
+        path = self._path(key)
+        body = bytes(byte_view(data))
+
+        def put() -> None:
+            self._make_folder(path)
+            self._counter.add(puts=1, bytes_sent=len(body))
+            # Whole in one request, whatever its size: the conditional form is only atomic that way.
+            chunking = {"chunksize": len(body) + 1} if self._is_s3 else {}
+            self._fs.pipe_file(path, body, **options, **chunking)
+
+        self._call("write", key, put)
+
+    def _create(self, key: str, data: Buffer) -> bool:
+        try:
+            self._put(key, data, {"mode": "create"})
+        except StoreError as error:
+            if isinstance(error.__cause__, FileExistsError) or facts(error).status == 412:
+                return False
+            raise
+        return True
+
+    def _make_folder(self, path: str) -> None:
+        if not self._is_object_store:
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+    def _delete_one(self, key: str) -> str | None:
+        path = self._path(key)
+
+        def delete() -> None:
+            self._counter.add(others=1)
+            try:
+                self._fs.rm_file(path)
+            except FileNotFoundError as error:
+                if facts(error).code == "NoSuchBucket":
+                    raise
+
+        try:
+            self._call("delete", key, delete)
+        except (NotFoundError, StoreError) as error:
+            return str(error)
+        return None
+
+    def _check_end(self, key: str, wanted: int) -> None:
+        found = self.size(key)
+        if found < wanted:
+            raise StoreError(f"{key} of {self._url} ends at byte {found}, not {wanted}", key=key, retryable=False)
+
+    def _call(self, verb: str, key: str, operation: Callable[[], T]) -> T:
+        def attempt() -> T:
+            with self._translated(verb, key):
+                return operation()
+
+        return call(attempt, self._config.retry_deadline_s, self._counter)
+
+    def _translated(self, verb: str, key: str) -> AbstractContextManager[None]:
+        return translated(
+            verb,
+            key,
+            self._url,
+            bucket=self._root.partition("/")[0],
+            transport_errors=self._transport_errors,
+            renew=self._renew,
+        )
+
+    def _path(self, key: str) -> str:
+        return join(self._root, check_key(key)) if self._root else check_key(key)
+
+    def _top(self, prefix: str) -> str:
+        prefix = clean_prefix(prefix)
+        return join(self._root, prefix) if prefix else self._root
+
+    def _key(self, path: str) -> str:
+        return path.removeprefix(self._root).lstrip("/")
+
+
+def _clone(filesystem: AbstractFileSystem) -> AbstractFileSystem:
+    return type(filesystem)(*filesystem.storage_args, **filesystem.storage_options, skip_instance_cache=True)
+
+
+def _modified_s(about: Mapping[str, Any]) -> float:
+    for name in ("LastModified", "last_modified", "mtime", "updated", "created"):
+        value = about.get(name)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, (int, float)):
+            return float(value)
+    return 0.0

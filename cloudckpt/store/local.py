@@ -1,0 +1,282 @@
+"""Objects as files of a local or mounted filesystem.
+
+What becomes visible is always a whole, fsynced file: written under a temporary name in the same
+folder, then renamed or linked. On NFS a reply may get lost and the client ask again, so that
+``link`` reports EEXIST against its own success and ``rename`` ENOENT; callers that need to know
+stamp what they write and read it back, as ``put_if_absent`` documents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from cloudckpt.config import Config
+from cloudckpt.errors import NotFoundError, StoreError
+from cloudckpt.store import temporary
+from cloudckpt.store.base import Buffer, ObjectInfo, RequestCounts, Upload, byte_view
+from cloudckpt.store.counts import Counter
+from cloudckpt.store.paths import check_key, clean_prefix
+from cloudckpt.store.retry import call
+
+READ_BYTES = 512 * 1024
+"""Fits a core's L2 cache, so that the checksum and the copy that follow do not go to memory again."""
+
+_TRANSIENT = {errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE, errno.EINTR}
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
+_NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
+
+
+class LocalStore:
+    """Files below a root folder, which is made by the first write."""
+
+    def __init__(self, root: str | os.PathLike[str], config: Config | None = None) -> None:
+        self._root = Path(root).absolute()
+        self._config = config or Config()
+        self._counter = Counter()
+        self._sweeper = temporary.Sweeper()
+        self._links = True
+
+    def __repr__(self) -> str:
+        return f"LocalStore({str(self._root)!r})"
+
+    @property
+    def url(self) -> str:
+        return str(self._root)
+
+    @property
+    def counts(self) -> RequestCounts:
+        return self._counter.snapshot()
+
+    def get(self, key: str) -> bytes:
+        path = self._path(key)
+
+        def read() -> bytes:
+            with self._reading(key):
+                return path.read_bytes()
+
+        data = call(read, self._config.retry_deadline_s, self._counter)
+        self._counter.add(gets=1, bytes_fetched=len(data))
+        return data
+
+    def stream(self, key: str, byte_offset: int, nbytes: int) -> Iterator[Buffer]:
+        with self._reading(key):
+            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with self._reading(key):
+                end = os.fstat(descriptor).st_size
+            if byte_offset + nbytes > end:
+                raise self._ends_early(key, end, byte_offset + nbytes)
+            self._counter.add(gets=1)
+            buffer = memoryview(bytearray(min(nbytes, READ_BYTES)))
+            done = 0
+            while done < nbytes:
+                with self._reading(key):
+                    got = os.preadv(descriptor, [buffer[: nbytes - done]], byte_offset + done)
+                if got == 0:
+                    raise self._ends_early(key, byte_offset + done, byte_offset + nbytes)
+                self._counter.add(bytes_fetched=got)
+                done += got
+                yield buffer[:got]
+        finally:
+            os.close(descriptor)
+
+    def buffered_bytes(self, nbytes: int) -> int:
+        return min(nbytes, READ_BYTES)
+
+    def size(self, key: str) -> int:
+        self._counter.add(others=1)
+        with self._reading(key):
+            found = self._path(key).stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise NotFoundError(f"no object {key} in {self._root}")
+        return found.st_size
+
+    def put(self, key: str, data: Buffer) -> None:
+        upload = _FileUpload(self, key)
+        try:
+            upload.write(data)
+            upload.close()
+        finally:
+            upload.abort()
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        upload = _FileUpload(self, key)
+        try:
+            upload.write(data)
+            return upload.link()
+        finally:
+            upload.abort()
+
+    def honours_conditions(self) -> bool:
+        return self._links
+
+    def open_upload(self, key: str, nbytes_hint: int | None = None) -> Upload:  # noqa: ARG002  # files have no parts
+        return _FileUpload(self, key)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        prefix = clean_prefix(prefix)
+        self._counter.add(others=1)
+        yield from self._walk(prefix)
+
+    def common_prefixes(self, prefix: str) -> Sequence[str]:
+        prefix = clean_prefix(prefix)
+        self._counter.add(others=1)
+        names = [entry.name for entry in self._entries(prefix) if entry.is_dir()]
+        return [name for name in names if next(self._walk(_below(prefix, name)), None) is not None]
+
+    def delete(self, keys: Iterable[str]) -> dict[str, str]:
+        failed = {}
+        folders = set()
+        for key in keys:
+            path = self._path(key)
+            self._counter.add(others=1)
+            try:
+                path.unlink()
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+            except OSError as error:
+                failed[key] = os.strerror(error.errno or 0)
+                continue
+            folders.add(path.parent)
+        for folder in folders:
+            # The folder of a tried and failed save may hold nothing but temporary files.
+            if folder != self._root and folders.isdisjoint(folder.parents):
+                temporary.remove_empty_folders(folder)
+                self._remove_empty_parents(folder)
+        return failed
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _path(self, key: str) -> Path:
+        return self._root / check_key(key)
+
+    def _ends_early(self, key: str, end: int, wanted: int) -> StoreError:
+        return StoreError(f"{key} of {self._root} ends at byte {end}, not {wanted}", key=key, retryable=False)
+
+    @contextlib.contextmanager
+    def _reading(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in _NOT_THERE:
+                raise NotFoundError(f"no object {key} in {self._root}") from error
+            raise self._failed("read", key, error) from error
+
+    @contextlib.contextmanager
+    def _writing(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._failed("write", key, error) from error
+
+    def _failed(self, verb: str, key: str, error: OSError) -> StoreError:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        return StoreError(
+            f"cannot {verb} {key} in {self._root}: {reason}", key=key, retryable=error.errno in _TRANSIENT
+        )
+
+    def _entries(self, prefix: str) -> Sequence[os.DirEntry[str]]:
+        """What is in a folder now, sorted, without temporary files; nothing if there is no folder."""
+        try:
+            with self._reading(prefix), os.scandir(self._root / prefix) as found:
+                return sorted((e for e in found if not temporary.is_temporary(e.name)), key=lambda e: e.name)
+        except NotFoundError:
+            return ()
+
+    def _walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        for entry in self._entries(prefix):
+            key = _below(prefix, entry.name)
+            if entry.is_dir():
+                yield from self._walk(key)
+                continue
+            try:
+                found = entry.stat()
+            except FileNotFoundError:
+                continue  # deleted since the folder was read
+            yield ObjectInfo(key, found.st_size, found.st_mtime)
+
+    def _remove_empty_parents(self, folder: Path) -> None:
+        while folder != self._root and self._root in folder.parents:
+            try:
+                folder.rmdir()
+            except OSError:
+                return  # not empty, or another process was faster
+            folder = folder.parent
+
+
+class _FileUpload:
+    """A temporary file beside its final name. Not for use by several threads at once."""
+
+    def __init__(self, store: LocalStore, key: str) -> None:
+        self._store = store
+        self._key = key
+        self._final = store._path(key)
+        with store._writing(key):
+            self._temporary, descriptor = temporary.create(self._final.parent, store._sweeper)
+        self._descriptor: int | None = descriptor
+
+    def write(self, data: Buffer) -> None:
+        if self._descriptor is None:
+            raise StoreError(f"the upload of {self._key} has ended", key=self._key)
+        view = byte_view(data)
+        self._store._counter.add(bytes_sent=len(view))
+        with self._store._writing(self._key):
+            # A write may be short, without an error: at a quota, over 2 GiB, on a signal.
+            while len(view):
+                view = view[os.write(self._descriptor, view) :]
+
+    def close(self) -> None:
+        if self._descriptor is None:
+            return
+        try:
+            self._finish_file()
+            with self._store._writing(self._key):
+                self._temporary.replace(self._final)
+                temporary.sync_folder(self._final.parent)
+        finally:
+            self.abort()
+
+    def link(self) -> bool:
+        """Like ``close``, but False where the name is taken."""
+        self._finish_file()
+        with self._store._writing(self._key):
+            try:
+                os.link(self._temporary, self._final)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                # A filesystem without hard links (some FUSE mounts): the weaker check, then rename.
+                self._store._links = False
+                if self._final.exists():
+                    return False
+                self._temporary.replace(self._final)
+            temporary.sync_folder(self._final.parent)
+        return True
+
+    def abort(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        with contextlib.suppress(OSError):
+            self._temporary.unlink()
+
+    def _finish_file(self) -> None:
+        assert self._descriptor is not None
+        self._store._counter.add(puts=1)
+        with self._store._writing(self._key):
+            os.fsync(self._descriptor)
+            # Some filesystems (NFS, quotas) only tell at close that the data did not fit.
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
+
+
+def _below(prefix: str, name: str) -> str:
+    return f"{prefix}/{name}" if prefix else name

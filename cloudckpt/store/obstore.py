@@ -1,0 +1,252 @@
+"""Object stores through obstore: S3 and what speaks it, Google Cloud Storage, Azure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import obstore
+from obstore.exceptions import AlreadyExistsError
+
+from cloudckpt.config import MIB, Config
+from cloudckpt.errors import NotFoundError, StoreError
+from cloudckpt.store import probe
+from cloudckpt.store.base import Buffer, ObjectInfo, RequestCounts, Upload, byte_view
+from cloudckpt.store.counts import Counter
+from cloudckpt.store.obstore_clients import make_clients
+from cloudckpt.store.obstore_errors import facts, translated
+from cloudckpt.store.obstore_upload import ObstoreUpload
+from cloudckpt.store.parts import part_size
+from cloudckpt.store.paths import check_key, clean_prefix, join, mask, scheme_of
+from cloudckpt.store.retry import Backoff, call
+
+T = TypeVar("T")
+
+STREAM_BYTES = 2 * MIB
+"""Parts that ``stream`` hands out: smaller ones cost calls, larger ones leave the CPU's caches."""
+
+
+class ObstoreStore:
+    """One bucket's prefix. Requests are retried here; obstore itself retries parts of uploads only."""
+
+    def __init__(
+        self, url: str, storage_options: Mapping[str, Any] | None = None, config: Config | None = None
+    ) -> None:
+        scheme = scheme_of(url)
+        assert scheme is not None
+        # Not urlsplit: "?" and "#" are letters like any other in a key.
+        bucket, _, prefix = url.split("://", 1)[1].partition("/")
+        self._config = config or Config()
+        self._prefix = clean_prefix(prefix)
+        self._url = mask(url)
+        self._clients = make_clients(scheme, bucket, storage_options or {}, self._config)
+        self._counter = Counter()
+        self._pid = os.getpid()
+
+    def __repr__(self) -> str:
+        return f"ObstoreStore({self._url!r})"
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def counts(self) -> RequestCounts:
+        return self._counter.snapshot()
+
+    def get(self, key: str) -> bytes:
+        path = self._path(key)
+
+        def get() -> bytes:
+            self._counter.add(gets=1)
+            return bytes(obstore.get(self._clients.single, path).bytes())
+
+        data = self._call("read", key, get)
+        self._counter.add(bytes_fetched=len(data))
+        return data
+
+    def stream(self, key: str, byte_offset: int, nbytes: int) -> Iterator[Buffer]:
+        path = self._path(key)
+        end = byte_offset + nbytes
+        if nbytes == 0:
+            self._check_end(key, self.size(key), end)
+            return
+        backoff = Backoff(self._config.retry_deadline_s, self._counter)
+        start = byte_offset
+        while start < end:
+            try:
+                with self._translated("read", key):
+                    self._counter.add(gets=1)
+                    result = obstore.get(self._clients.single, path, options={"range": (start, end)})
+                    self._check_end(key, result.meta["size"], end)
+                    parts = iter(result.stream(min_chunk_size=STREAM_BYTES))
+                while (part := self._next(key, parts)) is not None:
+                    start += len(part)
+                    self._counter.add(bytes_fetched=len(part))
+                    backoff.progressed()
+                    yield part
+                if start < end:
+                    raise StoreError(f"the answer for {key} of {self._url} was cut off", key=key, retryable=True)
+            except StoreError as error:
+                self._explain_range_error(key, end, error)
+                backoff.pause(error)
+
+    def buffered_bytes(self, nbytes: int) -> int:
+        # One part in the caller's hands, one being put together from the network's pieces.
+        return min(nbytes, 2 * STREAM_BYTES)
+
+    def size(self, key: str) -> int:
+        return self._head(key).nbytes
+
+    def put(self, key: str, data: Buffer) -> None:
+        self._put(key, data, "overwrite")
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        # Where the server ignores the condition, this check is all there is.
+        try:
+            self._head(key)
+        except NotFoundError:
+            return self._create(key, data)
+        return False
+
+    def honours_conditions(self) -> bool:
+        return probe.honours_conditions(self._create, self.delete, self._clients.identity)
+
+    def open_upload(self, key: str, nbytes_hint: int | None = None) -> Upload:
+        path = self._path(key)
+        part_bytes = part_size(nbytes_hint, self._config.part_bytes)
+        with self._translated("write", key):
+            writer = obstore.open_writer(
+                self._clients.upload, path, buffer_size=part_bytes, max_concurrency=self._config.num_threads
+            )
+        return ObstoreUpload(
+            writer,
+            key,
+            part_bytes=part_bytes,
+            counter=self._counter,
+            translated=lambda: self._translated("write", key),
+            head=lambda: self._head(key),
+        )
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        top = self._top(prefix)
+
+        def collect() -> Sequence[ObjectInfo]:
+            self._counter.add(others=1)
+            return [
+                ObjectInfo(self._key(found["path"]), found["size"], found["last_modified"].timestamp())
+                for batch in obstore.list(self._clients.single, top or None)
+                for found in batch
+            ]
+
+        yield from self._call("list", prefix, collect)
+
+    def common_prefixes(self, prefix: str) -> Sequence[str]:
+        top = self._top(prefix)
+
+        def collect() -> Sequence[str]:
+            self._counter.add(others=1)
+            return obstore.list_with_delimiter(self._clients.single, top or None)["common_prefixes"]
+
+        return sorted(path.rpartition("/")[2] for path in self._call("list", prefix, collect))
+
+    def delete(self, keys: Iterable[str]) -> dict[str, str]:
+        paths = {key: self._path(key) for key in keys}
+        with ThreadPoolExecutor(max_workers=self._config.num_threads) as pool:
+            reasons = pool.map(lambda item: self._delete_one(*item), paths.items())
+            return {key: reason for key, reason in zip(paths, reasons, strict=True) if reason is not None}
+
+    def close(self) -> None:
+        """obstore closes a client's connections when the client is no longer referred to."""
+
+    def _delete_one(self, key: str, path: str) -> str | None:
+        def delete() -> None:
+            self._counter.add(others=1)
+            obstore.delete(self._clients.single, path)
+
+        try:
+            self._call("delete", key, delete)
+        except NotFoundError as error:
+            # Azure and GCS say so of absent objects; an absent bucket is worth telling.
+            return str(error) if "no bucket" in str(error) else None
+        except StoreError as error:
+            return str(error)
+        return None
+
+    def _create(self, key: str, data: Buffer) -> bool:
+        return self._put(key, data, "create")
+
+    def _put(self, key: str, data: Buffer, mode: str) -> bool:
+        path = self._path(key)
+        view = byte_view(data)
+
+        def put() -> bool:
+            self._counter.add(puts=1, bytes_sent=len(view))
+            try:
+                obstore.put(self._clients.single, path, view, mode=mode, use_multipart=False)  # type: ignore[arg-type]
+            except AlreadyExistsError as error:
+                if facts(error).status == 409:
+                    raise
+                return False
+            return True
+
+        return self._call("write", key, put)
+
+    def _head(self, key: str) -> ObjectInfo:
+        path = self._path(key)
+
+        def head() -> ObjectInfo:
+            self._counter.add(others=1)
+            found = obstore.head(self._clients.single, path)
+            return ObjectInfo(key, found["size"], found["last_modified"].timestamp())
+
+        return self._call("find", key, head)
+
+    def _call(self, verb: str, key: str, operation: Callable[[], T]) -> T:
+        def attempt() -> T:
+            with self._translated(verb, key):
+                return operation()
+
+        return call(attempt, self._config.retry_deadline_s, self._counter)
+
+    def _next(self, key: str, parts: Iterator[Buffer]) -> Buffer | None:
+        with self._translated("read", key):
+            return next(parts, None)
+
+    def _explain_range_error(self, key: str, end: int, error: StoreError) -> None:
+        """A range that starts at or past the end is refused; say where the end is."""
+        if not error.retryable and facts(error.__cause__ or error).status == 416:
+            self._check_end(key, self.size(key), end)
+
+    def _check_end(self, key: str, found: int, wanted: int) -> None:
+        if found < wanted:
+            raise StoreError(f"{key} of {self._url} ends at byte {found}, not {wanted}", key=key, retryable=False)
+
+    def _translated(self, verb: str, key: str) -> AbstractContextManager[None]:
+        if os.getpid() != self._pid:
+            # obstore's threads do not live on in a forked child, and its lock may be held for ever.
+            raise StoreError(
+                f"{self._url} was opened before a fork and cannot be used after it: open it in the child, "
+                "started by spawn or forkserver",
+                key=key,
+            )
+        return translated(
+            verb,
+            key,
+            self._url,
+            bucket=self._clients.bucket,
+            forget_credentials=self._clients.forget_credentials,
+        )
+
+    def _path(self, key: str) -> str:
+        return join(self._prefix, check_key(key))
+
+    def _top(self, prefix: str) -> str:
+        prefix = clean_prefix(prefix)
+        return join(self._prefix, prefix) if prefix else self._prefix
+
+    def _key(self, path: str) -> str:
+        return path[len(self._prefix) + 1 :] if self._prefix else path

@@ -1,0 +1,156 @@
+"""Native clients from a URL and the ``storage_options`` that fsspec's filesystems take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from cloudckpt.config import Config
+from cloudckpt.store.paths import mask
+from cloudckpt.store.s3_options import S3Options, parse, with_boto3_chain
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig
+
+_GCS = {"service_account": "service_account", "service_account_key": "service_account_key"}
+_AZURE = {
+    "account_name": "account_name",
+    "account_key": "account_key",
+    "sas_token": "sas_token",
+    "tenant_id": "tenant_id",
+    "client_id": "client_id",
+    "client_secret": "client_secret",
+    "endpoint_url": "endpoint",
+    "use_emulator": "use_emulator",
+}
+
+
+@dataclass(frozen=True)
+class Clients:
+    """``single`` never retries (the caller does); ``upload`` retries the parts of a multipart upload."""
+
+    single: S3Store | GCSStore | AzureStore
+    upload: S3Store | GCSStore | AzureStore
+    bucket: str
+    identity: str
+    """Endpoint and bucket, for caches of what a server can do."""
+    forget_credentials: Callable[[], None] | None = None
+
+
+def understands(scheme: str, url: str, storage_options: Mapping[str, Any]) -> bool:
+    """Whether URL and options can be translated; else fsspec's own filesystem has to take them."""
+    if "@" in url.split("://", 1)[1].partition("/")[0]:
+        return False  # abfs://container@account.dfs...: adlfs reads the account out of it
+    if scheme in ("s3", "s3a"):
+        return not parse(storage_options).unknown
+    return set(storage_options) <= set(_GCS if scheme in ("gs", "gcs") else _AZURE)
+
+
+def make_clients(scheme: str, bucket: str, storage_options: Mapping[str, Any], config: Config) -> Clients:
+    if scheme in ("s3", "s3a"):
+        return _make_s3(bucket, parse(storage_options), config)
+    names = _GCS if scheme in ("gs", "gcs") else _AZURE
+    options: dict[str, Any] = {names[name]: value for name, value in storage_options.items()}
+    endpoint = str(options.get("endpoint") or "")
+    client_options = _client_options(config, allow_http=endpoint.startswith("http://"))
+    # obstore takes these two under the same names; only the class differs.
+    make: Any = GCSStore if scheme in ("gs", "gcs") else AzureStore
+    single, upload = (
+        make(bucket, **options, client_options=client_options, retry_config=retry)
+        for retry in (_NO_RETRY, _part_retry(config))
+    )
+    account = options.get("account_name") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
+    return Clients(single, upload, bucket, f"{scheme}|{endpoint}|{account}|{bucket}")
+
+
+_NO_RETRY: RetryConfig = {"max_retries": 0}
+
+
+def _part_retry(config: Config) -> RetryConfig:
+    return {
+        # The deadline ends it; the number only has to be out of the way.
+        "max_retries": 1000,
+        "retry_timeout": timedelta(seconds=config.retry_deadline_s),
+        "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=10), "base": 2},
+    }
+
+
+def _client_options(config: Config, *, allow_http: bool) -> ClientConfig:
+    stall = timedelta(seconds=config.request_timeout_s)
+    return {
+        "allow_http": allow_http,
+        "connect_timeout": stall,
+        "read_timeout": stall,
+        # For the whole request with its body: a slow one that moves is no failure.
+        "timeout": timedelta(seconds=max(config.retry_deadline_s, 10 * config.request_timeout_s)),
+    }
+
+
+def _make_s3(bucket: str, given: S3Options, config: Config) -> Clients:
+    options = with_boto3_chain(given)
+    endpoint = _endpoint(bucket, options)
+    client_options = _client_options(config, allow_http=(endpoint or "").startswith("http://"))
+    if options.verify is False:
+        client_options["allow_invalid_certificates"] = True
+    elif isinstance(options.verify, str):
+        client_options["root_certificate"] = Path(options.verify).read_bytes()
+    arguments: dict[str, Any] = {
+        "region": options.region or "us-east-1",
+        "virtual_hosted_style_request": options.addressing_style == "virtual",
+        # TLS already protects the body; hashing it would cost more CPU than all the rest.
+        "unsigned_payload": not (endpoint or "").startswith("http://"),
+        # DeleteObjects is not the same everywhere: JuiceFS' gateway and others refuse obstore's.
+        "disable_bulk_delete": True,
+        "client_options": client_options,
+    }
+    if endpoint is not None:
+        arguments["endpoint"] = endpoint
+    if options.requester_pays:
+        arguments["request_payer"] = True
+    forget_credentials = _add_credentials(arguments, options)
+    return Clients(
+        single=S3Store(bucket, retry_config=_NO_RETRY, **arguments),
+        upload=S3Store(bucket, retry_config=_part_retry(config), **arguments),
+        bucket=bucket,
+        identity=f"s3|{mask(endpoint or '')}|{bucket}",
+        forget_credentials=forget_credentials,
+    )
+
+
+def _endpoint(bucket: str, options: S3Options) -> str | None:
+    endpoint = options.endpoint_url
+    if endpoint is None:
+        return None if options.use_ssl else f"http://s3.{options.region or 'us-east-1'}.amazonaws.com"
+    if "://" not in endpoint:
+        endpoint = f"{'https' if options.use_ssl else 'http'}://{endpoint}"
+    endpoint = endpoint.rstrip("/")
+    if options.addressing_style == "virtual":
+        # obstore then wants the bucket to be in the endpoint's host already.
+        parts = urlsplit(endpoint)
+        return parts._replace(netloc=f"{bucket}.{parts.netloc}").geturl()
+    return endpoint
+
+
+def _add_credentials(arguments: dict[str, Any], options: S3Options) -> Callable[[], None] | None:
+    if options.anon:
+        arguments["skip_signature"] = True
+        return None
+    if options.key is not None and options.secret is not None:
+        arguments["access_key_id"] = options.key
+        arguments["secret_access_key"] = options.secret
+        if options.token is not None:
+            arguments["session_token"] = options.token
+        return None
+    from cloudckpt.store.credentials import ChainCredentials
+
+    provider = ChainCredentials(options.profile)
+    provider()  # having none is told here, in boto3's words, and not by the first request
+    arguments["credential_provider"] = provider
+    return provider.forget

@@ -1,0 +1,99 @@
+"""What obstore raises, in this package's terms.
+
+obstore hands on neither the HTTP status nor the service's error code as data. Both stand in the
+dump of the Rust error at the end of its messages, which is read here and nowhere else; where it
+should ever change, ``tests/store/test_faults.py`` tells.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError, NotSupportedError
+
+from cloudckpt.errors import CloudckptError, InvalidStateError, NotFoundError, StoreError
+from cloudckpt.store.fallback import ClientMismatchError
+
+_STATUS = re.compile(r"\bstatus: (\d{3})\b")
+_CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
+_MESSAGE = re.compile(r"<Message>\s*(.*?)\s*</Message>", re.DOTALL)
+_TRANSPORT = re.compile(r"\bkind: (Connect|Request|Timeout|Interrupted|Decode|Unknown)\b")
+
+_NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "RequestExpired"}
+_PASSING_CODES = {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "ServerBusy", "OperationAborted"}
+_PASSING_STATUSES = {408, 425, 429, 500, 502, 503, 504}
+
+
+@dataclass(frozen=True)
+class Facts:
+    status: int | None
+    code: str | None
+    text: str
+    transport: str | None
+    """How the transfer itself failed, if it did."""
+    not_partial: bool
+    """A ranged GET was answered with the whole object."""
+    redirected: bool
+
+
+def facts(error: BaseException) -> Facts:
+    shown, _, dump = str(error).partition("\n\nDebug source:\n")
+    status = _STATUS.search(dump)
+    code = _CODE.search(shown)
+    message = _MESSAGE.search(shown)
+    transport = _TRANSPORT.search(dump)
+    told = f"{status[1]} {code[1]}: {message[1] if message else ''}" if status and code else shown
+    return Facts(
+        status=int(status[1]) if status else None,
+        code=code[1] if code else None,
+        text=" ".join(told.split()),
+        transport=transport[1] if transport else None,
+        not_partial="NotPartial" in dump,
+        redirected="BareRedirect" in dump or (status is not None and status[1] in ("301", "307")),
+    )
+
+
+@contextmanager
+def translated(
+    verb: str, key: str, url: str, *, bucket: str, forget_credentials: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Map whatever obstore raises inside; ``forget_credentials`` makes expired ones worth a retry."""
+    try:
+        yield
+    except CloudckptError:
+        raise
+    except (BaseError, OSError, ValueError) as error:
+        raise _translate(error, verb, key, url, bucket, forget_credentials) from error
+
+
+def _translate(
+    error: Exception, verb: str, key: str, url: str, bucket: str, forget_credentials: Callable[[], None] | None
+) -> CloudckptError:
+    found = facts(error)
+    message = f"cannot {verb} {key or 'objects'} in {url}: {found.text}"
+    if found.code in _NO_BUCKET:
+        return NotFoundError(f"no bucket {bucket!r} ({message})")
+    if isinstance(error, FileNotFoundError) and found.code in (None, "NoSuchKey", "BlobNotFound"):
+        return NotFoundError(f"no object {key} in {url}")
+    if isinstance(error, (InvalidPathError, ValueError)):
+        return InvalidStateError(message)
+    if isinstance(error, NotSupportedError) or found.not_partial or found.redirected:
+        return ClientMismatchError(message, key=key)
+    if found.code in _EXPIRED:
+        if forget_credentials is not None:
+            forget_credentials()
+        return StoreError(message, key=key, retryable=forget_credentials is not None)
+    return StoreError(message, key=key, retryable=_passes(error, found))
+
+
+def _passes(error: Exception, found: Facts) -> bool:
+    if isinstance(error, AlreadyExistsError):
+        # 409: two conditional requests at the same time, of which S3 asks to repeat the loser.
+        return found.status == 409
+    if found.status is not None:
+        return found.status in _PASSING_STATUSES or found.code in _PASSING_CODES
+    return found.transport is not None or isinstance(error, TimeoutError)

@@ -1,0 +1,101 @@
+"""From a URL to the store that serves it.
+
+Client libraries are imported when the first URL needs them: the command line starts without.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cloudckpt.config import Config
+from cloudckpt.errors import InvalidStateError
+from cloudckpt.store.base import Store
+from cloudckpt.store.paths import mask, scheme_of
+
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
+
+
+def resolve(
+    url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, config: Config | None = None
+) -> Store:
+    """The store whose root is ``url``.
+
+    ``storage_options`` are those of fsspec's filesystem for the scheme; ``{"fs": filesystem}``
+    uses that filesystem. The part of a URL after the scheme is taken as it stands: ``%20`` is
+    not a space.
+    """
+    text = os.fspath(url)
+    options = dict(storage_options or {})
+    config = config or Config()
+    scheme = scheme_of(text)
+    filesystem = options.pop("fs", None)
+    if filesystem is not None:
+        return _passed_in(text, filesystem, options, config)
+    if scheme in (None, "file", "local"):
+        return _local(text, options, config)
+    if scheme == "memory":
+        from cloudckpt.store.memory import MemoryStore
+
+        return MemoryStore(text)
+    if scheme in _OBJECT_STORES and config.engine == "auto":
+        return _object_store(scheme, text, options, config)
+    return _fsspec(text, options, config)
+
+
+def _passed_in(url: str, filesystem: Any, options: Mapping[str, Any], config: Config) -> Store:
+    from fsspec.implementations.local import LocalFileSystem
+    from fsspec.implementations.memory import MemoryFileSystem
+    from fsspec.spec import AbstractFileSystem
+
+    from cloudckpt.store.fsspec import FsspecStore
+
+    if not isinstance(filesystem, AbstractFileSystem):
+        raise InvalidStateError(f"storage_options['fs'] must be an fsspec filesystem, not {type(filesystem).__name__}")
+    if options:
+        raise InvalidStateError(f"storage_options beside 'fs' have no effect: {sorted(options)}")
+    # These two have stores of their own, which are atomic.
+    if isinstance(filesystem, LocalFileSystem):
+        return _local(filesystem._strip_protocol(url), {}, config)
+    if isinstance(filesystem, MemoryFileSystem):
+        from cloudckpt.store.memory import MemoryStore
+
+        return MemoryStore(url)
+    return FsspecStore(url, filesystem, config)
+
+
+def _local(url: str, options: Mapping[str, Any], config: Config) -> Store:
+    from cloudckpt.store.local import LocalStore
+
+    if set(options) - {"auto_mkdir"}:
+        raise InvalidStateError(f"a local path takes no storage_options: {sorted(options)} given for {url}")
+    path = url.split("://", 1)[1] if "://" in url else url
+    if path.startswith("localhost/"):
+        path = path.removeprefix("localhost")
+    if not path:
+        raise InvalidStateError(f"no path in {url!r}")
+    return LocalStore(Path(path).expanduser(), config)
+
+
+def _object_store(scheme: str | None, url: str, options: Mapping[str, Any], config: Config) -> Store:
+    assert scheme is not None
+    from cloudckpt.store.fallback import FallbackStore
+    from cloudckpt.store.obstore import ObstoreStore
+    from cloudckpt.store.obstore_clients import understands
+
+    if not url.split("://", 1)[1].partition("/")[0]:
+        raise InvalidStateError(f"no bucket in {url!r}")
+    if not understands(scheme, url, options):
+        return _fsspec(url, options, config)
+    return FallbackStore(ObstoreStore(url, options, config), lambda: _fsspec(url, options, config))
+
+
+def _fsspec(url: str, options: Mapping[str, Any], config: Config) -> Store:
+    from cloudckpt.store.fsspec import open_filesystem
+
+    try:
+        return open_filesystem(url, options, config)
+    except (ImportError, ValueError) as error:
+        raise InvalidStateError(f"no filesystem for {scheme_of(url)}:// in {mask(url)}: {error}") from error

@@ -1,0 +1,1 @@
+"""Real servers on loopback ports. Free of pytest, so that benchmarks and examples can start them too."""
