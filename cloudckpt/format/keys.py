@@ -17,6 +17,7 @@ MANIFEST = "manifest.json"
 MAX_NAME_BYTES = 160
 _MAX_STEP_DIGITS = 18
 _DIGEST_HEX = 16
+_STEM_BYTES = MAX_NAME_BYTES - 1 - _DIGEST_HEX
 
 _STEP = re.compile(rf"step-([0-9]{{1,{_MAX_STEP_DIGITS}}})")
 _HASHED = re.compile(rf".*-[0-9a-fA-F]{{{_DIGEST_HEX}}}", re.DOTALL)
@@ -90,7 +91,7 @@ def array_names(paths: Sequence[tuple[Hashable, ...]]) -> list[str]:
     names = {}
     for path, identity, name in zip(paths, serialised, plain, strict=True):
         if name is None or claims[name.lower()] > 1:
-            name = f"{_stem(path)}-{_digest(identity)}"
+            name = f"{_stem(path)[:_STEM_BYTES]}-{_digest(identity)}"
         names[identity] = name
     if len({name.lower() for name in names.values()}) < len(names):
         raise InvalidStateError("two paths of the state have the same digest; rename one of them")
@@ -113,8 +114,6 @@ def _stem(path: tuple[Hashable, ...]) -> str:
         text = text.lstrip("._")
     if text.split(".")[0].lower() in _DEVICES:
         text = f"_{text}"
-    if len(text) > MAX_NAME_BYTES:
-        text = text[: MAX_NAME_BYTES - _DIGEST_HEX - 1]
     return text or "_"
 
 

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 MAX_BARE_INT = 2**53 - 1
 # What a from_node function may raise about fields that are absent, of another type or out of range.
-MALFORMED = (ValueError, TypeError, LookupError, ArithmeticError, OSError, FormatError)
+MALFORMED = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, OSError, FormatError)
 
 
 class InexactError(Exception):
@@ -38,11 +38,7 @@ _BY_TAG: dict[str, FromNode] = {}
 
 
 def register(kind: type, tag: str, to_node: ToNode, from_node: FromNode) -> None:
-    """Store values of exactly ``kind`` as ``{"$": tag, **to_node(value)}``.
-
-    ``to_node`` returns JSON-able fields, or raises InexactError. ``from_node`` takes the node, which
-    anybody may have written, and raises any of ``MALFORMED`` for what ``to_node`` does not return.
-    """
+    """What ``values.register`` does, without a look at the types that are not scalars."""
     if kind in _BY_TYPE or tag in _BY_TAG:
         raise ValueError(f"{kind.__qualname__} or tag {tag!r} is registered already")
     _BY_TYPE[kind] = (tag, to_node)

@@ -14,21 +14,22 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeAlias
 
 from cloudckpt.errors import FormatError, InvalidStateError
-from cloudckpt.format import containers
+from cloudckpt.format import containers, scalars
 from cloudckpt.format.scalars import (
     MALFORMED,
+    FromNode,
     InexactError,
+    ToNode,
     float_node,
     int_node,
     pack_bytes,
-    register,
     scalar_node,
     scalar_reader,
     str_node,
     unpack_bytes,
 )
 
-__all__ = ["MAX_DEPTH", "Node", "Path", "decode", "dotted", "encode", "register"]
+__all__ = ["MALFORMED", "MAX_DEPTH", "InexactError", "Node", "Path", "decode", "dotted", "encode", "register"]
 
 Path: TypeAlias = tuple[Any, ...]
 Node: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
@@ -37,12 +38,20 @@ LeafDecoder: TypeAlias = Callable[[dict[str, Any]], Any]
 
 MAX_DEPTH = 200
 
-_KEY_TYPES = (str, int, float, bool, type(None), tuple, bytes)
+_BARE_TYPES = (type(None), bool, int, float, str)
+_KEY_TYPES = (*_BARE_TYPES, tuple, bytes)
 
 
 def dotted(path: Path) -> str:
     """``("model", "layers", 0)`` -> ``model.layers.0``; for people: different paths can look the same."""
-    return ".".join([element if type(element) is str else repr(element) for element in path])
+    return ".".join([element if type(element) is str else _repr(element) for element in path])
+
+
+def _repr(element: object) -> str:
+    try:
+        return repr(element)
+    except ValueError:  # an int of more than 4300 digits
+        return f"<{type(element).__name__}>"
 
 
 def encode(value: Any, *, leaf: LeafEncoder | None = None, allow_pickle: bool = False, path: Path = ()) -> Node:
@@ -61,6 +70,17 @@ def decode(node: Any, *, leaf: LeafDecoder | None = None, allow_pickle: bool = F
     ``leaf(node)`` gets the objects whose tag is not known here.
     """
     return _Decoder(leaf, allow_pickle).value(node, ())
+
+
+def register(kind: type, tag: str, to_node: ToNode, from_node: FromNode) -> None:
+    """Store values of exactly ``kind`` as ``{"$": tag, **to_node(value)}``; ValueError if either is taken.
+
+    ``to_node`` returns JSON-able fields, or raises InexactError. ``from_node`` gets the node, which
+    anybody may have written, and raises any of ``MALFORMED`` for what ``to_node`` does not return.
+    """
+    if kind in containers.BY_TYPE or kind in _BARE_TYPES or tag in containers.BY_TAG or tag == "pickle":
+        raise ValueError(f"{kind.__qualname__} or tag {tag!r} is built in")
+    scalars.register(kind, tag, to_node, from_node)
 
 
 class _Encoder:
@@ -136,7 +156,7 @@ class _Encoder:
     def members(self, values: Iterable[Any], path: Path) -> list[Any]:
         nodes = []
         for value in values:
-            nodes.append(self.without_leaf(value, path))
+            nodes.append(self.without_leaf(value, path))  # noqa: PERF401  # frames, see the class
         # Ranks iterate over equal sets in different orders; their nodes must be equal all the same.
         return sorted(nodes, key=json.dumps)
 
@@ -276,7 +296,7 @@ def _built(build: Callable[[], Any], node: Any, path: Path) -> Any:
 
 def _bare(node: Any, path: Path) -> Any:
     kind = type(node)
-    if kind not in (type(None), bool, int, float, str):
+    if kind not in _BARE_TYPES:
         _malformed(path, f"{kind.__name__} is not JSON")
     if kind is float and not math.isfinite(node):
         _malformed(path, "a bare float must be finite")
