@@ -1,0 +1,321 @@
+"""The manifest: the one document that makes a checkpoint exist, and says where every byte of it is."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from cloudckpt.errors import FormatError
+from cloudckpt.format.dtypes import dtype
+from cloudckpt.format.grid import EncodedCuts, Grid
+from cloudckpt.format.keys import check_key
+
+FORMAT = "cloudckpt"
+MAJOR, MINOR = 1, 0
+VERSION = f"{MAJOR}.{MINOR}"
+
+_MAX_BYTES = 2**62
+"""Sizes above this are nonsense, and sums of them would overflow int64."""
+
+
+class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor. Its chunks are rows ``first_chunk`` and following of the chunk table, in C order."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    grid: tuple[EncodedCuts, ...]
+    first_chunk: int
+    compression: str | None = None
+
+
+class ObjectEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One object, by its key below the checkpoint; ``crc32c`` is over all of it."""
+
+    key: str
+    nbytes: int
+    crc32c: int
+    rank: int
+
+
+class ChunkTable(msgspec.Struct, frozen=True, kw_only=True):
+    """Little-endian columns, one row a chunk: object number u4, byte offset u8, nbytes u4, CRC-32C u4."""
+
+    count: int
+    object: bytes
+    byte_offset: bytes
+    nbytes: bytes
+    crc32c: bytes
+
+
+class MeshEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A device mesh of the job that saved; for information only."""
+
+    shape: tuple[int, ...]
+    dim_names: tuple[str, ...] = ()
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON form, field by field."""
+
+    format: str
+    version: str
+    commit_id: str
+    attempt: str
+    step: int | None
+    created: str
+    writer: str
+    world_size: int
+    layout: str
+    meshes: tuple[MeshEntry, ...]
+    metadata: Any
+    tree: Any
+    arrays: tuple[ArrayEntry, ...]
+    objects: tuple[ObjectEntry, ...]
+    chunks: ChunkTable
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """What a reader looks at before it believes anything else."""
+
+    format: str = ""
+    version: str = ""
+
+
+_COLUMNS = (("object", "<u4"), ("byte_offset", "<u8"), ("nbytes", "<u4"), ("crc32c", "<u4"))
+
+
+class ChunkColumns:
+    """The chunk table as int64 numpy columns (CRC-32C as uint32)."""
+
+    def __init__(self, table: ChunkTable) -> None:
+        arrays = {name: np.frombuffer(getattr(table, name), dtype=kind) for name, kind in _COLUMNS}
+        self.object = arrays["object"].astype(np.int64)
+        self.byte_offset = arrays["byte_offset"].astype(np.int64)
+        self.nbytes = arrays["nbytes"].astype(np.int64)
+        self.crc32c = arrays["crc32c"].astype(np.uint32)
+
+    def __len__(self) -> int:
+        return len(self.object)
+
+    @staticmethod
+    def pack(
+        object: npt.NDArray[np.integer[Any]],
+        byte_offset: npt.NDArray[np.integer[Any]],
+        nbytes: npt.NDArray[np.integer[Any]],
+        crc32c: npt.NDArray[np.integer[Any]],
+    ) -> ChunkTable:
+        columns = dict(zip((n for n, _ in _COLUMNS), (object, byte_offset, nbytes, crc32c), strict=True))
+        packed = {name: columns[name].astype(kind).tobytes() for name, kind in _COLUMNS}
+        return ChunkTable(count=len(object), **packed)
+
+
+class Manifest:
+    """A validated manifest. Grids and columns are built once, on first use."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+
+    @property
+    def arrays(self) -> tuple[ArrayEntry, ...]:
+        return self.document.arrays
+
+    @property
+    def objects(self) -> tuple[ObjectEntry, ...]:
+        return self.document.objects
+
+    @cached_property
+    def array_index(self) -> dict[str, int]:
+        return {entry.name: i for i, entry in enumerate(self.arrays)}
+
+    @cached_property
+    def columns(self) -> ChunkColumns:
+        return ChunkColumns(self.document.chunks)
+
+    @cached_property
+    def grids(self) -> tuple[Grid, ...]:
+        limit = self.document.chunks.count
+        return tuple(
+            Grid.decode(a.shape, a.grid, max_chunks=limit, what=f"array {a.name!r}") for a in self.arrays
+        )
+
+    @cached_property
+    def first_chunks(self) -> npt.NDArray[np.int64]:
+        return np.array([a.first_chunk for a in self.arrays], dtype=np.int64)
+
+    @cached_property
+    def paths(self) -> dict[str, str]:
+        """Array name to the dotted path of the (first) key that holds it, for messages."""
+        found: dict[str, str] = {}
+        for path, node in array_leaves(self.document.tree):
+            found.setdefault(node["array"], ".".join(path))
+        return found
+
+    def path(self, array: int) -> str:
+        name = self.arrays[array].name
+        return self.paths.get(name, name)
+
+    def locate(self, chunk: int) -> tuple[int, int]:
+        """The array number of a row of the chunk table, and the chunk's number within the array."""
+        # Arrays without chunks share their first_chunk with the next: "right" skips them.
+        array = int(np.searchsorted(self.first_chunks, chunk, side="right")) - 1
+        return array, chunk - int(self.first_chunks[array])
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of all chunks."""
+        return int(self.columns.nbytes.sum())
+
+    def encode(self) -> bytes:
+        body = msgspec.json.encode(self.document)
+        return body[:-1] + _tail(body[:-1])
+
+
+def array_leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Every reference to an array in an encoded tree, with the path that leads there (for display)."""
+    if isinstance(node, list):
+        for i, item in enumerate(node):
+            yield from array_leaves(item, (*path, str(i)))
+    elif isinstance(node, dict):
+        tag = node.get("$")
+        if tag is None:
+            for key, item in node.items():
+                yield from array_leaves(item, (*path, key))
+        elif "array" in node:
+            yield path, node
+        elif isinstance(node.get("items"), list):
+            for i, item in enumerate(node["items"]):
+                keyed = tag in ("dict", "OrderedDict", "defaultdict") and isinstance(item, list) and len(item) == 2
+                name = _key_text(item[0]) if keyed else str(i)
+                yield from array_leaves(item[1] if keyed else item, (*path, name))
+
+
+def _key_text(node: Any) -> str:
+    return str(node.get("items", node.get("v", node))) if isinstance(node, dict) else str(node)
+
+
+def _tail(body: bytes) -> bytes:
+    return b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
+
+
+_TAIL_BYTES = len(_tail(b""))
+
+
+def decode_manifest(data: bytes, where: str) -> Manifest:
+    """Parse and check everything that later code relies on. Raises FormatError naming ``where``."""
+    try:
+        header = msgspec.json.decode(data, type=_Header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"{where}: the manifest is damaged or cut off: {error}") from error
+    if header.format != FORMAT:
+        raise FormatError(f"{where}: not a cloudckpt manifest (format is {header.format!r})")
+    _check_version(header.version, where)
+    if data[-_TAIL_BYTES:] != _tail(data[:-_TAIL_BYTES]):
+        raise FormatError(f"{where}: the manifest was altered: its sha256 does not match its content")
+    try:
+        document = msgspec.json.decode(data, type=Document)
+    except msgspec.DecodeError as error:
+        raise FormatError(f"{where}: malformed manifest: {error}") from error
+    try:
+        manifest = Manifest(document)
+        _check_table(manifest)
+        _check_objects(manifest)
+        _check_arrays(manifest)
+        _check_tree(manifest)
+    except FormatError as error:
+        raise FormatError(f"{where}: {error}") from error
+    return manifest
+
+
+def _check_version(version: str, where: str) -> None:
+    major, _, minor = version.partition(".")
+    if not (major.isdecimal() and minor.isdecimal()):
+        raise FormatError(f"{where}: malformed format version {version!r}")
+    if int(major) > MAJOR:
+        raise FormatError(
+            f"{where}: format version {version} is newer than this cloudckpt reads ({VERSION}); upgrade cloudckpt"
+        )
+    if int(major) < MAJOR:
+        raise FormatError(f"{where}: format version {version} is not supported (this cloudckpt reads {VERSION})")
+
+
+def _check_table(manifest: Manifest) -> None:
+    table = manifest.document.chunks
+    for name, kind in _COLUMNS:
+        if len(getattr(table, name)) != table.count * np.dtype(kind).itemsize:
+            raise FormatError(f"chunk table: column {name!r} does not hold {table.count} rows")
+
+
+def _check_objects(manifest: Manifest) -> None:
+    keys = set()
+    for entry in manifest.objects:
+        check_key(entry.key)
+        if entry.key in keys:
+            raise FormatError(f"object {entry.key!r} is listed twice")
+        if not 0 <= entry.nbytes < _MAX_BYTES or not 0 <= entry.crc32c < 2**32:
+            raise FormatError(f"object {entry.key!r}: impossible size or checksum")
+        keys.add(entry.key)
+    columns = manifest.columns
+    if not len(columns):
+        return
+    if int(columns.object.max()) >= len(manifest.objects):
+        raise FormatError("chunk table: a chunk lies in an object that is not listed")
+    if int(columns.byte_offset.min()) < 0:
+        raise FormatError("chunk table: a byte offset does not fit 63 bits")
+    sizes = np.array([o.nbytes for o in manifest.objects], dtype=np.int64)[columns.object]
+    outside = np.nonzero((columns.byte_offset > sizes) | (columns.nbytes > sizes - columns.byte_offset))[0]
+    if len(outside):
+        chunk = int(outside[0])
+        key = manifest.objects[int(columns.object[chunk])].key
+        raise FormatError(f"chunk table: chunk {chunk} ends behind the end of object {key!r}")
+
+
+def _check_arrays(manifest: Manifest) -> None:
+    if len(manifest.array_index) != len(manifest.arrays):
+        raise FormatError("two arrays have one name")
+    for entry in manifest.arrays:
+        check_key(entry.name)
+        if entry.compression not in (None, "zstd"):
+            raise FormatError(f"array {entry.name!r}: unknown compression {entry.compression!r}")
+        if any(s < 0 for s in entry.shape) or math.prod(entry.shape) * dtype(entry.dtype).itemsize >= _MAX_BYTES:
+            raise FormatError(f"array {entry.name!r}: impossible shape {entry.shape}")
+    next_chunk = 0
+    for array, (entry, grid) in enumerate(zip(manifest.arrays, manifest.grids, strict=True)):
+        if entry.first_chunk != next_chunk:
+            raise FormatError(f"array {entry.name!r}: its chunks do not follow those of the array before it")
+        next_chunk += grid.num_chunks
+        if next_chunk > manifest.document.chunks.count:
+            raise FormatError(f"array {entry.name!r}: the chunk table ends before its chunks do")
+        _check_chunk_sizes(manifest, array, grid)
+    if next_chunk != manifest.document.chunks.count:
+        raise FormatError(f"the arrays have {next_chunk} chunks, the chunk table {manifest.document.chunks.count}")
+
+
+def _check_chunk_sizes(manifest: Manifest, array: int, grid: Grid) -> None:
+    """What a chunk claims to unpack to must be in proportion to what is stored: no bombs, no short reads."""
+    entry = manifest.arrays[array]
+    stored = manifest.columns.nbytes[entry.first_chunk : entry.first_chunk + grid.num_chunks] - 4
+    if math.prod(float(c if isinstance(c, int) else max(c, default=1)) for c in grid.cuts) > 2**31:
+        raise FormatError(f"array {entry.name!r}: its chunks are larger than 2 GiB")
+    full = grid.stored_elements * dtype(entry.dtype).itemsize if grid.num_chunks else np.zeros(0, dtype=np.int64)
+    if len(full) and int(full.max()) > 2**31:
+        raise FormatError(f"array {entry.name!r}: its chunks are larger than 2 GiB")
+    if entry.compression is None and not (stored == full).all():
+        raise FormatError(f"array {entry.name!r}: stored bytes of a chunk differ from its size in the grid")
+
+
+def _check_tree(manifest: Manifest) -> None:
+    try:
+        leaves = list(array_leaves(manifest.document.tree))
+    except RecursionError as error:
+        raise FormatError("the tree is nested too deeply") from error
+    for path, node in leaves:
+        if node["array"] not in manifest.array_index:
+            raise FormatError(f"the tree refers to an array {node['array']!r} at {'.'.join(path)!r} that is not listed")

@@ -1,0 +1,27 @@
+"""Which chunks of a grid lie in which boxes; all of it in numpy, since there may be millions."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cloudckpt.format.grid import Grid, Ints
+
+
+def overlaps(grid: Grid, offset: Ints, shape: Ints) -> tuple[Ints, Ints]:
+    """``(box number, chunk number)`` of every pair that has an element in common.
+
+    ``offset`` and ``shape`` are int64[k, dims] of boxes inside the tensor, none of them empty.
+    Ordered by box, then chunk.
+    """
+    num_boxes = len(offset)
+    box = np.arange(num_boxes, dtype=np.int64)
+    chunk = np.zeros(num_boxes, dtype=np.int64)
+    for d, (edges, count) in enumerate(zip(grid.edges, grid.counts, strict=True)):
+        first = np.searchsorted(edges, offset[:, d], side="right") - 1
+        last = np.searchsorted(edges, offset[:, d] + shape[:, d], side="left")
+        lengths = (last - first)[box]
+        starts = np.cumsum(lengths) - lengths
+        within = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(starts, lengths)
+        chunk = np.repeat(chunk * count + first[box], lengths) + within
+        box = np.repeat(box, lengths)
+    return box, chunk
