@@ -28,7 +28,7 @@ def same(a, b):
     if isinstance(a, dict):
         return same([*a.items()], [*b.items()])
     if isinstance(a, (set, frozenset)):
-        return a == b and sorted(map(repr, a)) == sorted(map(repr, b))
+        return len(a) == len(b) and all(any(same(x, y) for y in b) for x in a)
     if type(a) is SimpleNamespace:
         return same(vars(a), vars(b))
     return a == b
