@@ -1,0 +1,39 @@
+"""Servers shared by all tests of one process; each starts when a test first asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.servers.juicefs import start_juicefs
+from tests.servers.moto import start_moto
+from tests.servers.process import S3Server
+
+
+@pytest.fixture(scope="session")
+def juicefs_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    server = start_juicefs(tmp_path_factory.mktemp("juicefs"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def moto_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    server = start_moto(tmp_path_factory.mktemp("moto"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests see none of the AWS settings that the machine may have."""
+    import os
+
+    for name in os.environ:
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    nothing = tmp_path_factory.getbasetemp() / "no-such-file"
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(nothing))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(nothing))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
