@@ -214,7 +214,10 @@ _PATHS: dict[str, type[PurePath]] = {
 
 
 def _path_node(value: PurePath) -> dict[str, Any]:
-    return {"type": type(value).__name__, "value": str_node(str(value))}
+    text = str(value)
+    if type(value)(text) != value:  # pathlib's parts of some odd Windows paths do not survive str()
+        raise InexactError(f"it does not equal the path {text!r:.100}")
+    return {"type": type(value).__name__, "value": str_node(text)}
 
 
 def _path_from(node: Fields) -> PurePath:
