@@ -37,7 +37,7 @@ class Place:
     secret: str = ""
 
     @property
-    def storage_options(self) -> dict[str, str]:
+    def storage_options(self) -> dict[str, Any]:
         """In the form that s3fs takes."""
         if not self.endpoint_url:
             return {}
@@ -68,7 +68,7 @@ class DcpFsspec:
     def save(self, state: State, place: Place) -> Told:
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-        writer = FsspecWriter(place.url, **place.storage_options)
+        writer: Any = FsspecWriter(place.url, **place.storage_options)
         files = writer.fs.fs
 
         def rename(old: str, new: str) -> None:
