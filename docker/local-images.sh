@@ -2,7 +2,7 @@
 # Build the images of compose.yaml without pulling any: a Debian tree with Python as the base, and an S3 server that
 # stands in for MinIO. For machines that reach package registries but no image registry. Needs root and debootstrap.
 #
-#   docker/local-images.sh && TEST_IMAGE=cloudckpt-test S3_IMAGE=cloudckpt-local-s3 make test-compose
+#   docker/local-images.sh && S3_IMAGE=cloudckpt-local-s3 S3_CONDITIONS=no make test-compose
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
