@@ -55,4 +55,6 @@ class Config:
             # Codecs and stores break at 2 GiB buffers (zarr-developers/numcodecs#80).
             raise InvalidStateError(f"Config.chunk_bytes must be at most {GIB}, not {self.chunk_bytes}")
         if self.part_bytes < 5 * MIB:
-            raise InvalidStateError(f"Config.part_bytes must be at least {5 * MIB} (S3's minimum), not {self.part_bytes}")
+            raise InvalidStateError(
+                f"Config.part_bytes must be at least {5 * MIB} (S3's minimum), not {self.part_bytes}"
+            )

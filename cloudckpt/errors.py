@@ -114,6 +114,10 @@ class RankError(CloudckptError):
         return _rebuild, (type(self), self.args, self.__dict__)
 
 
+class InterruptedTransferError(CloudckptError):
+    """Internal: this rank stopped because another one failed. Callers see that rank's RankError."""
+
+
 def _rebuild(cls: type[CloudckptError], args: tuple[Any, ...], fields: dict[str, Any]) -> CloudckptError:
     """Unpickle without the keyword-only constructor: errors travel between ranks."""
     error = cls.__new__(cls)

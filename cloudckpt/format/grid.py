@@ -57,9 +57,7 @@ class Grid:
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """Number of chunks along each dim."""
-        return tuple(
-            -(-s // c) if isinstance(c, int) else len(c) for s, c in zip(self.shape, self.cuts, strict=True)
-        )
+        return tuple(-(-s // c) if isinstance(c, int) else len(c) for s, c in zip(self.shape, self.cuts, strict=True))
 
     @cached_property
     def num_chunks(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +15,7 @@ from cloudckpt.errors import FormatError
 from cloudckpt.format.dtypes import dtype
 from cloudckpt.format.grid import EncodedCuts, Grid
 from cloudckpt.format.keys import check_key
+from cloudckpt.format.tree import array_leaves, path_text
 
 FORMAT = "cloudckpt"
 MAJOR, MINOR = 1, 0
@@ -142,9 +142,7 @@ class Manifest:
     @cached_property
     def grids(self) -> tuple[Grid, ...]:
         limit = self.document.chunks.count
-        return tuple(
-            Grid.decode(a.shape, a.grid, max_chunks=limit, what=f"array {a.name!r}") for a in self.arrays
-        )
+        return tuple(Grid.decode(a.shape, a.grid, max_chunks=limit, what=f"array {a.name!r}") for a in self.arrays)
 
     @cached_property
     def first_chunks(self) -> npt.NDArray[np.int64]:
@@ -155,12 +153,15 @@ class Manifest:
         """Array name to the dotted path of the (first) key that holds it, for messages."""
         found: dict[str, str] = {}
         for path, node in array_leaves(self.document.tree):
-            found.setdefault(node["array"], ".".join(path))
+            found.setdefault(str(node["array"]), path_text(path))
         return found
 
     def path(self, array: int) -> str:
         name = self.arrays[array].name
         return self.paths.get(name, name)
+
+    def itemsize(self, array: int) -> int:
+        return dtype(self.arrays[array].dtype).itemsize
 
     def locate(self, chunk: int) -> tuple[int, int]:
         """The array number of a row of the chunk table, and the chunk's number within the array."""
@@ -176,29 +177,6 @@ class Manifest:
     def encode(self) -> bytes:
         body = msgspec.json.encode(self.document)
         return body[:-1] + _tail(body[:-1])
-
-
-def array_leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Every reference to an array in an encoded tree, with the path that leads there (for display)."""
-    if isinstance(node, list):
-        for i, item in enumerate(node):
-            yield from array_leaves(item, (*path, str(i)))
-    elif isinstance(node, dict):
-        tag = node.get("$")
-        if tag is None:
-            for key, item in node.items():
-                yield from array_leaves(item, (*path, key))
-        elif "array" in node:
-            yield path, node
-        elif isinstance(node.get("items"), list):
-            for i, item in enumerate(node["items"]):
-                keyed = tag in ("dict", "OrderedDict", "defaultdict") and isinstance(item, list) and len(item) == 2
-                name = _key_text(item[0]) if keyed else str(i)
-                yield from array_leaves(item[1] if keyed else item, (*path, name))
-
-
-def _key_text(node: Any) -> str:
-    return str(node.get("items", node.get("v", node))) if isinstance(node, dict) else str(node)
 
 
 def _tail(body: bytes) -> bytes:
@@ -317,5 +295,7 @@ def _check_tree(manifest: Manifest) -> None:
     except RecursionError as error:
         raise FormatError("the tree is nested too deeply") from error
     for path, node in leaves:
-        if node["array"] not in manifest.array_index:
-            raise FormatError(f"the tree refers to an array {node['array']!r} at {'.'.join(path)!r} that is not listed")
+        if not isinstance(node["array"], str) or node["array"] not in manifest.array_index:
+            raise FormatError(
+                f"the tree refers to an array {node['array']!r} at {path_text(path)!r} that is not listed"
+            )

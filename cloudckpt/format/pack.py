@@ -56,9 +56,7 @@ class PackBuilder:
         """A whole small entry, compressed."""
         packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
         payload = packer.compress(data) + packer.flush()
-        entry = _Entry(
-            name.encode("ascii"), _DEFLATED, isal_zlib.crc32(data), len(payload), len(data), self.nbytes
-        )
+        entry = _Entry(name.encode("ascii"), _DEFLATED, isal_zlib.crc32(data), len(payload), len(data), self.nbytes)
         return self._begin(entry, 1) + payload
 
     def _begin(self, entry: _Entry, alignment: int) -> bytes:

@@ -86,7 +86,9 @@ def group_by_tensor(tables: Sequence[PieceTable], specs: Sequence[TensorSpec]) -
     dims = max((t.offset.shape[1] for t in tables), default=0)
     tensor = np.concatenate([t.tensor for t in tables]) if tables else np.zeros(0, dtype=np.int64)
     rank = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
-    bounds = np.concatenate([padded_bounds(t, dims) for t in tables]) if tables else np.zeros((0, 2 * dims), dtype=np.int64)
+    bounds = (
+        np.concatenate([padded_bounds(t, dims) for t in tables]) if tables else np.zeros((0, 2 * dims), dtype=np.int64)
+    )
     order = np.argsort(tensor, kind="stable")
     tensor, rank, bounds = tensor[order], rank[order], bounds[order]
     ends = np.searchsorted(tensor, np.arange(len(specs)), side="right")

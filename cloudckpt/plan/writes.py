@@ -92,7 +92,9 @@ def _providers(spec: TensorSpec, grid: Grid, pieces: TensorPieces) -> tuple[Ints
     covered[chunk] = True
     if not covered.all():
         gap = grid.box(int(np.nonzero(~covered)[0][0]))
-        raise InvalidStateError(f"tensor {spec.path!r}: no rank holds {gap} of {spec.shape}; every element must be held")
+        raise InvalidStateError(
+            f"tensor {spec.path!r}: no rank holds {gap} of {spec.shape}; every element must be held"
+        )
     if len(chunk) > grid.num_chunks:
         # Pieces that overlap without being equal: the first of them provides the common chunks.
         chunk, index = np.unique(chunk, return_index=True)

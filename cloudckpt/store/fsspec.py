@@ -97,7 +97,9 @@ class FsspecStore:
 
         def get() -> bytes:
             self._counter.add(gets=1)
-            return bytes(self._fs.cat_file(path))
+            # s3fs asks for the size first if it may read in parallel.
+            options = {"max_concurrency": 1} if self._is_s3 else {}
+            return bytes(self._fs.cat_file(path, **options))
 
         data = self._call("read", key, get)
         self._counter.add(bytes_fetched=len(data))

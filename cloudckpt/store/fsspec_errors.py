@@ -32,16 +32,19 @@ class Facts:
 
 def facts(error: BaseException) -> Facts:
     """Status and code of the answer behind an error, as far as the library tells."""
+    while isinstance(error, CloudckptError) and error.__cause__ is not None:
+        error = error.__cause__
     seen: BaseException | None = error
     while seen is not None:
         response = getattr(seen, "response", None)
         if isinstance(response, dict):
             return _from_botocore(response)
-        for name in ("status_code", "status", "code"):
-            status = getattr(seen, name, None)
-            if isinstance(status, int) and 100 <= status < 600:
-                return Facts(status=status, text=str(seen))
         seen = seen.__cause__
+    # Not of the causes: aiohttp calls a body that ends early "400".
+    for name in ("status_code", "status", "code"):
+        status = getattr(error, name, None)
+        if isinstance(status, int) and 100 <= status < 600:
+            return Facts(status=status, text=str(error))
     return Facts()
 
 

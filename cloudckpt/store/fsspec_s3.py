@@ -24,6 +24,7 @@ from cloudckpt.store.s3_options import parse, with_boto3_chain
 
 TRANSPORT_ERRORS: tuple[type[Exception], ...] = (
     aiohttp.ClientError,
+    botocore.exceptions.ConnectionError,
     botocore.exceptions.HTTPClientError,
     botocore.exceptions.IncompleteReadError,
     botocore.exceptions.ResponseStreamingError,

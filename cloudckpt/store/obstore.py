@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import obstore
 from obstore.exceptions import AlreadyExistsError
 
-from cloudckpt.config import MIB, Config
+from cloudckpt.config import KIB, Config
 from cloudckpt.errors import NotFoundError, StoreError
 from cloudckpt.store import probe
 from cloudckpt.store.base import Buffer, ObjectInfo, RequestCounts, Upload, byte_view
@@ -25,8 +25,9 @@ from cloudckpt.store.retry import Backoff, call
 
 T = TypeVar("T")
 
-STREAM_BYTES = 2 * MIB
-"""Parts that ``stream`` hands out: smaller ones cost calls, larger ones leave the CPU's caches."""
+STREAM_BYTES = 512 * KIB
+"""Parts that ``stream`` hands out. From 64 KiB to 10 MiB, CPU time is the same within the noise
+(0.5-0.8 s/GiB); parts of this size are still in the CPU's cache when the caller checks and copies them."""
 
 
 class ObstoreStore:

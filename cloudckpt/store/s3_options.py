@@ -28,6 +28,7 @@ _CLIENT_KWARGS = {
     "aws_secret_access_key": "secret",
     "aws_session_token": "token",
 }
+_S3_SECTION = {"addressing_style": "addressing_style", "payload_signing_enabled": "payload_signing"}
 # These tune s3fs' own caches, botocore's own retries and the like: nothing to translate.
 _WITHOUT_MEANING_HERE = {
     "use_listings_cache",
@@ -68,6 +69,7 @@ class S3Options:
     verify: bool | str | None = None
     addressing_style: str | None = None
     requester_pays: bool = False
+    payload_signing: bool = False
     unknown: tuple[str, ...] = ()
 
 
@@ -100,7 +102,7 @@ def _take(
 def _take_config(given: Mapping[str, Any], fields: dict[str, Any], unknown: list[str]) -> None:
     for name, value in given.items():
         if name == "s3":
-            _take(value or {}, {"addressing_style": "addressing_style"}, fields, unknown, "config_kwargs.s3.")
+            _take(value or {}, _S3_SECTION, fields, unknown, "config_kwargs.s3.")
         elif name == "region_name":
             fields.setdefault("region", value)
         elif name == "signature_version" and value in ("s3v4", "v4"):

@@ -1,0 +1,59 @@
+"""Checkpoints of distributed PyTorch training, straight to object storage."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cloudckpt import errors
+    from cloudckpt._load import LoadReport, load
+    from cloudckpt._read import read
+    from cloudckpt._save import Commit, save
+    from cloudckpt.checkpoint import Checkpoint, open_checkpoint
+    from cloudckpt.config import Config
+    from cloudckpt.interop.zarr_view import open_zarr
+    from cloudckpt.pytorch.per_rank import PerRank
+
+# Names are imported when they are first used: the command line and the format layer work without torch.
+_HOMES = {
+    "Checkpoint": "cloudckpt.checkpoint",
+    "Commit": "cloudckpt._save",
+    "Config": "cloudckpt.config",
+    "LoadReport": "cloudckpt._load",
+    "PerRank": "cloudckpt.pytorch.per_rank",
+    "errors": "cloudckpt.errors",
+    "load": "cloudckpt._load",
+    "open_checkpoint": "cloudckpt.checkpoint",
+    "open_zarr": "cloudckpt.interop.zarr_view",
+    "read": "cloudckpt._read",
+    "save": "cloudckpt._save",
+}
+
+__all__ = [
+    "Checkpoint",
+    "Commit",
+    "Config",
+    "LoadReport",
+    "PerRank",
+    "errors",
+    "load",
+    "open_checkpoint",
+    "open_zarr",
+    "read",
+    "save",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'cloudckpt' has no attribute {name!r}")
+    module = import_module(home)
+    value = module if name == "errors" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,241 @@
+"""Loading: manifest -> wanted boxes -> plan -> ranged reads -> verify, decode, place -> state."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cloudckpt import catalog
+from cloudckpt.config import Config
+from cloudckpt.errors import InvalidStateError, MismatchError
+from cloudckpt.format.manifest import Manifest, decode_manifest
+from cloudckpt.format.tree import TreePath, leaves, path_text
+from cloudckpt.plan.reads import RankReads, StoredChunks, plan_load
+from cloudckpt.plan.shard import PieceTable
+from cloudckpt.progress import Progress, start_progress
+from cloudckpt.pytorch.fill import Match, Problems, check_root, match_state
+from cloudckpt.pytorch.group import Group, make_group
+from cloudckpt.pytorch.targets import Targets
+from cloudckpt.store.base import Store
+from cloudckpt.store.resolve import resolve
+from cloudckpt.transfer.download import download, effective_read_bytes
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did, over all ranks.
+
+    ``missing``: keys of the target that are not stored; ``unexpected``: stored keys that no rank
+    asked for (dotted paths; both empty unless ``strict=False``). ``bytes_needed``: distinct stored
+    bytes that the job wanted; ``bytes_fetched``: what it got from the store; ``bytes_sent``: what
+    ranks passed on. ``seconds``: by stage, of the slowest rank.
+    """
+
+    step: int | None
+    missing: list[str]
+    unexpected: list[str]
+    bytes_needed: int
+    bytes_fetched: int
+    bytes_sent: int
+    num_requests: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """One rank's part of the comparison. ``asked``: a bit for every stored leaf, in tree order."""
+
+    asked: bytes
+    problems: Problems
+    arguments: tuple[str, bool]
+
+
+@dataclass(frozen=True)
+class _Result:
+    """One rank's part of the reading. ``touched``: a bit for every chunk."""
+
+    touched: bytes
+    bytes_fetched: int
+    num_requests: int
+    seconds: dict[str, float]
+
+
+def load(
+    state: Any,
+    url: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    exchange: Literal["auto", "none"] = "auto",
+    rules: None = None,
+    rename: None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+    allow_pickle: bool = False,
+    progress: Progress = None,
+    config: Config | None = None,
+) -> LoadReport:
+    """Fill ``state`` in place from the checkpoint at ``url``. Collective over ``group`` (default: all ranks).
+
+    Tensors and arrays are filled where they are; plain values are replaced in their containers;
+    objects get ``load_state_dict``. The layout of the targets need not be that of the job that
+    saved. Everything is compared before anything is changed: MismatchError lists all differences
+    over all ranks. ``strict=False`` forgives missing and unexpected keys, nothing else. Nothing is
+    resized, broadcast or cast.
+
+    Every chunk that is read is verified. If reading fails half-way (StoreError, CorruptChunkError,
+    RankError), tensors may have been filled in part, plain values not at all: do not train on it.
+    """
+    config = config or Config()
+    _check_options(cast, exchange, rules, rename)
+    check_root(state)
+    ranks = make_group(group, config.rank_timeout_s)
+    seconds: dict[str, float] = {}
+    start = time.perf_counter()
+    store = resolve(url, storage_options, config)
+    try:
+        data = ranks.round(lambda: None, lambda _: catalog.read_manifest_bytes(store))
+        manifest = decode_manifest(data, store.url)
+        seconds["manifest"] = time.perf_counter() - start
+        stored = [path for path, _ in leaves(manifest.document.tree)]
+        matches: list[Match] = []
+
+        def compare() -> _Wish:
+            match = match_state(state, manifest, rank=ranks.rank, world_size=ranks.size, allow_pickle=allow_pickle)
+            matches.append(match)
+            asked = np.array([path in match.asked for path in stored], dtype=bool)
+            return _Wish(np.packbits(asked).tobytes(), match.problems, (os.fspath(url), strict))
+
+        missing, unexpected = ranks.round(compare, lambda wishes: _judge(wishes, stored, store.url, strict))
+        report = _read(ranks, store, manifest, matches[0], progress, config, seconds)
+        matches[0].finish()
+        return replace(report, missing=missing, unexpected=unexpected)
+    finally:
+        store.close()
+
+
+def _check_options(cast: bool, exchange: str, rules: object, rename: object) -> None:
+    if cast:
+        raise InvalidStateError("cast=True is not supported by this version: load into the stored dtype and convert")
+    if exchange not in ("auto", "none"):
+        raise InvalidStateError(f"exchange must be 'auto' or 'none' in this version, not {exchange!r}")
+    if rules is not None or rename is not None:
+        raise InvalidStateError("rules and rename are not supported by this version")
+
+
+def _judge(wishes: Sequence[_Wish], stored: list[TreePath], where: str, strict: bool) -> tuple[list[str], list[str]]:
+    """On the coordinator: all ranks' differences at once. Returns what ``strict=False`` forgives."""
+    for rank, wish in enumerate(wishes):
+        if wish.arguments != wishes[0].arguments:
+            raise InvalidStateError(
+                f"load() was called with {wishes[0].arguments} on rank 0 but {wish.arguments} on rank {rank}"
+            )
+    asked = np.zeros(len(stored), dtype=bool)
+    problems = Problems()
+    for wish in wishes:
+        asked |= _unpack(wish.asked, len(stored))
+        problems.missing.extend(m for m in wish.problems.missing if m not in problems.missing)
+        problems.shapes.update(wish.problems.shapes)
+        problems.dtypes.update(wish.problems.dtypes)
+        problems.kinds.update(wish.problems.kinds)
+    unexpected = [path_text(path) for path, was_asked in zip(stored, asked, strict=True) if not was_asked]
+    forgiven = not strict and not (problems.shapes or problems.dtypes or problems.kinds)
+    if forgiven or not (problems.missing or unexpected or problems.shapes or problems.dtypes or problems.kinds):
+        return problems.missing, unexpected
+    raise _mismatch(problems, unexpected, where, strict)
+
+
+def _mismatch(problems: Problems, unexpected: list[str], where: str, strict: bool) -> MismatchError:
+    lines = [f"the target does not fit the checkpoint at {where}:"]
+    if strict or problems.missing or unexpected:
+        lines += [f"  missing (asked for, not stored): {path}" for path in problems.missing]
+        lines += [f"  unexpected (stored, not asked for): {path}" for path in unexpected]
+    for what, found in (("shape", problems.shapes), ("dtype", problems.dtypes), ("kind", problems.kinds)):
+        lines += [
+            f"  {what}: {path} is {stored} in the checkpoint, {own} in the target"
+            for path, (stored, own) in found.items()
+        ]
+    shown = lines[:60] + ([f"  ... and {len(lines) - 60} more"] if len(lines) > 60 else [])
+    return MismatchError(
+        "\n".join(shown),
+        missing=problems.missing,
+        unexpected=unexpected,
+        shapes=problems.shapes,
+        dtypes=problems.dtypes,
+        kinds=problems.kinds,
+    )
+
+
+def _unpack(bits: bytes, count: int) -> npt.NDArray[np.bool_]:
+    return np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=count).astype(bool)
+
+
+def stored_chunks(manifest: Manifest) -> StoredChunks:
+    columns = manifest.columns
+    return StoredChunks(manifest.grids, manifest.first_chunks, columns.object, columns.byte_offset, columns.nbytes)
+
+
+def _read(
+    ranks: Group,
+    store: Store,
+    manifest: Manifest,
+    match: Match,
+    progress: Progress,
+    config: Config,
+    seconds: dict[str, float],
+) -> LoadReport:
+    num_chunks = manifest.document.chunks.count
+
+    def fetch() -> _Result:
+        start = time.perf_counter()
+        targets, reads = plan_rank(manifest, match, config)
+        seconds["plan"] = time.perf_counter() - start
+        total = sum(read.nbytes for read in reads.reads)
+        before = store.counts
+        with start_progress(progress, "load", total, show=ranks.rank == 0) as advance:
+            download(
+                store, manifest, reads.reads, targets.open_sink, config=config, cancel=ranks.cancel, advance=advance
+            )
+        seconds["read"] = time.perf_counter() - start - seconds["plan"]
+        counts = store.counts
+        touched = np.zeros(num_chunks, dtype=bool)
+        touched[reads.chunk] = True
+        requests = counts.gets + counts.others - before.gets - before.others
+        fetched = counts.bytes_fetched - before.bytes_fetched
+        return _Result(np.packbits(touched).tobytes(), fetched, requests, seconds)
+
+    def summarise(results: Sequence[_Result]) -> LoadReport:
+        touched = np.zeros(num_chunks, dtype=bool)
+        for result in results:
+            touched |= _unpack(result.touched, num_chunks)
+        stages = {stage: max(r.seconds[stage] for r in results) for stage in results[0].seconds}
+        return LoadReport(
+            step=manifest.document.step,
+            missing=[],
+            unexpected=[],
+            bytes_needed=int(manifest.columns.nbytes[touched].sum()),
+            bytes_fetched=sum(r.bytes_fetched for r in results),
+            bytes_sent=0,
+            num_requests=sum(r.num_requests for r in results),
+            seconds=stages,
+        )
+
+    return ranks.round(fetch, summarise)
+
+
+def plan_rank(manifest: Manifest, match: Match, config: Config) -> tuple[Targets, RankReads]:
+    """This rank's reads, and where their chunks go."""
+    wants = sorted(match.wants, key=lambda want: want[0])
+    rows = [(number, shard, piece) for number, shard in wants for piece in shard.pieces if piece.box.num_elements]
+    table = PieceTable.build((number, piece.box) for number, _, piece in rows)
+    plan = plan_load(stored_chunks(manifest), [table], read_bytes=effective_read_bytes(config)).rank(0)
+    return Targets(manifest, [(shard, piece) for _, shard, piece in rows], plan), plan

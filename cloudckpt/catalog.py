@@ -1,0 +1,132 @@
+"""The only code that makes a checkpoint visible: reading, writing and finding manifests."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cloudckpt.errors import AlreadyCommittedError, FormatError, NotFoundError, StoreError
+from cloudckpt.format.keys import MANIFEST, parse_step
+from cloudckpt.format.manifest import Manifest, decode_manifest
+from cloudckpt.store.base import Store
+
+WEAK_SETTLE_S = 0.5
+"""On stores that ignore conditions: how long a rival's put may take to show up before the read-back."""
+
+
+def read_manifest_bytes(store: Store) -> bytes:
+    """Raises NotFoundError where nothing was committed, telling an unfinished save from nothing at all."""
+    try:
+        return store.get(MANIFEST)
+    except NotFoundError as error:
+        if "bucket" in str(error):
+            raise
+        if _holds_objects(store):
+            raise NotFoundError(
+                f"{store.url} holds objects but no manifest: the checkpoint was never committed{_hint_at_steps(store)}"
+            ) from error
+        raise NotFoundError(f"no checkpoint at {store.url}") from error
+
+
+def read_manifest(store: Store) -> Manifest:
+    return decode_manifest(read_manifest_bytes(store), store.url)
+
+
+def check_absent(store: Store, *, overwrite: bool) -> None:
+    """Before any byte is written: is the URL free? Raises AlreadyCommittedError if not."""
+    if overwrite:
+        return
+    try:
+        store.size(MANIFEST)
+    except NotFoundError as error:
+        if "bucket" in str(error):
+            raise
+        return
+    raise _already(store)
+
+
+def commit(store: Store, manifest: Manifest, *, overwrite: bool) -> None:
+    """Make the checkpoint exist; all its objects must be durable by now.
+
+    Raises AlreadyCommittedError if another save was first. One put decides; a lost answer is
+    settled by reading back whose commit id is there (docs/adr/0003).
+    """
+    data = manifest.encode()
+    commit_id = manifest.document.commit_id
+    if overwrite:
+        _put_settled(store, data, commit_id)
+        return
+    weak = not store.honours_conditions()
+    try:
+        created = store.put_if_absent(MANIFEST, data)
+    except StoreError:
+        if _committed_id(store) != commit_id:
+            raise
+        return
+    if created and not weak:
+        return
+    if created:
+        # A rival that also saw nothing there may have replaced ours: whoever is last wins, and all see who.
+        time.sleep(WEAK_SETTLE_S * (1 + random.random()))
+    if _committed_id(store) != commit_id:
+        raise _already(store)
+
+
+def _put_settled(store: Store, data: bytes, commit_id: str) -> None:
+    try:
+        store.put(MANIFEST, data)
+    except StoreError:
+        if _committed_id(store) != commit_id:
+            raise
+
+
+def _committed_id(store: Store) -> str | None:
+    try:
+        return read_manifest(store).document.commit_id
+    except (NotFoundError, FormatError):
+        return None
+
+
+def _already(store: Store) -> AlreadyCommittedError:
+    return AlreadyCommittedError(
+        f"{store.url} already holds a committed checkpoint; save to another URL, or pass overwrite=True"
+    )
+
+
+def _holds_objects(store: Store) -> bool:
+    return next(iter(store.list("")), None) is not None
+
+
+def _hint_at_steps(store: Store) -> str:
+    steps = [name for name in store.common_prefixes("") if parse_step(name) is not None]
+    return f" (it looks like a run: its steps are {', '.join(steps[:5])})" if steps else ""
+
+
+@dataclass(frozen=True)
+class StepEntry:
+    """One directory of a run that is named like a step. ``manifest`` is None if it is not committed.
+
+    ``nbytes`` of an uncommitted one is what its objects hold so far; ``fault`` is set for a manifest that cannot be read.
+    """
+
+    step: int
+    name: str
+    manifest: Manifest | None
+    nbytes: int
+    fault: str | None = None
+
+
+def list_steps(run: Store) -> Iterator[StepEntry]:
+    """Every step of a run, by number. Names that are not steps are left alone."""
+    found = [(step, name) for name in run.common_prefixes("") if (step := parse_step(name)) is not None]
+    for step, name in sorted(found):
+        try:
+            manifest = decode_manifest(run.get(f"{name}/{MANIFEST}"), f"{run.url}/{name}")
+        except NotFoundError:
+            yield StepEntry(step, name, None, sum(o.nbytes for o in run.list(name)))
+        except FormatError as error:
+            yield StepEntry(step, name, None, sum(o.nbytes for o in run.list(name)), str(error))
+        else:
+            yield StepEntry(step, name, manifest, sum(o.nbytes for o in manifest.objects))

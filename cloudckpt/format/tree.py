@@ -1,0 +1,93 @@
+"""Walking an encoded tree (see values.py) without decoding it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import msgspec
+
+from cloudckpt.format import containers, values
+
+Node: TypeAlias = Any
+TreePath: TypeAlias = tuple[str, ...]
+"""Key nodes as JSON texts: unlike Python keys they tell 1 from True and "1", and always compare."""
+
+
+def key_token(key: Node) -> str:
+    return msgspec.json.encode(key).decode()
+
+
+def path_text(path: TreePath) -> str:
+    """The dotted path for people and for the lists in errors and reports."""
+    keys = (values.decode(msgspec.json.decode(token)) for token in path)
+    return values.dotted(tuple(keys))
+
+
+def children(node: Node) -> list[tuple[Node, Node]] | None:
+    """``(key node, child)`` of a container, whose keys are indices for sequences; None for a leaf."""
+    if isinstance(node, list):
+        return list(enumerate(node))
+    if not isinstance(node, dict):
+        return None
+    if "$" not in node:
+        return list(node.items())
+    container = containers.BY_TAG.get(node["$"]) if isinstance(node["$"], str) else None
+    if container is None or container.form == "set" or not isinstance(node.get("items"), list):
+        return None
+    if container.form == "sequence":
+        return list(enumerate(node["items"]))
+    return [(item[0], item[1]) for item in node["items"] if isinstance(item, list) and len(item) == 2]
+
+
+def is_mapping(node: Node) -> bool:
+    if not isinstance(node, dict):
+        return False
+    if "$" not in node:
+        return True
+    container = containers.BY_TAG.get(node["$"]) if isinstance(node["$"], str) else None
+    return container is not None and container.form in ("mapping", "attributes")
+
+
+def is_array(node: Node) -> bool:
+    return isinstance(node, dict) and "$" in node and "array" in node
+
+
+def holds_arrays(node: Node) -> bool:
+    """Whether an array, or a value that differs per rank, is anywhere below."""
+    if is_array(node) or (isinstance(node, dict) and node.get("$") == "per_rank"):
+        return True
+    return any(holds_arrays(child) for _, child in children(node) or ())
+
+
+def array_leaves(node: Node, path: TreePath = ()) -> Iterator[tuple[TreePath, dict[str, Any]]]:
+    """Every reference to an array."""
+    if is_array(node):
+        yield path, node
+    for key, child in children(node) or ():
+        yield from array_leaves(child, (*path, key_token(key)))
+
+
+def leaves(node: Node, path: TreePath = ()) -> Iterator[tuple[TreePath, Node]]:
+    """What a load counts as one key: arrays, plain values, and sequences that hold plain values only."""
+    inner = children(node)
+    if inner is None or not (is_mapping(node) or holds_arrays(node)):
+        yield path, node
+        return
+    for key, child in inner:
+        yield from leaves(child, (*path, key_token(key)))
+
+
+def map_arrays(node: Node, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Node:
+    """The same tree with every reference to an array replaced."""
+    if is_array(node):
+        return change(node)
+    if isinstance(node, list):
+        return [map_arrays(item, change) for item in node]
+    if children(node) is None:
+        return node
+    if "$" not in node:
+        return {key: map_arrays(child, change) for key, child in node.items()}
+    if is_mapping(node):
+        return {**node, "items": [[key, map_arrays(child, change)] for key, child in node["items"]]}
+    return {**node, "items": [map_arrays(item, change) for item in node["items"]]}

@@ -1,0 +1,181 @@
+"""One tree from the trees of all ranks. Ranks may hold different keys; what they share must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cloudckpt.errors import InvalidStateError
+from cloudckpt.format.keys import array_names
+from cloudckpt.format.tree import Node, TreePath, children, is_array, is_mapping, key_token, map_arrays, path_text
+from cloudckpt.format.values import dotted
+
+
+@dataclass(frozen=True, slots=True)
+class LeafSpec:
+    """One array as one rank describes it. ``id`` is a function of the path alone, and the node's ``array``.
+
+    ``checked``: a plain tensor, which must be equal on all ranks that hold it.
+    ``alias_of``: the id of an earlier leaf that is the same memory.
+    """
+
+    id: str
+    path: tuple[Any, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    checked: bool = False
+    alias_of: str | None = None
+
+
+@dataclass(frozen=True)
+class RankTree:
+    node: Node
+    leaves: tuple[LeafSpec, ...]
+
+
+@dataclass(frozen=True)
+class MergedTree:
+    """``leaves``: distinct arrays, in tree order; ``names``: id to the array's final name, aliases too."""
+
+    node: Node
+    leaves: tuple[LeafSpec, ...]
+    names: dict[str, str]
+
+
+def merge(trees: Sequence[RankTree], *, values: str = "check") -> MergedTree:
+    """Unite the ranks' trees. Raises InvalidStateError naming the key and the ranks that disagree.
+
+    ``values``: "check" demands equal plain values, "rank0" keeps those of the lowest rank.
+    """
+    specs = _merge_leaves(trees)
+    holders = {i: tree.node for i, tree in enumerate(trees)}
+    node = _merge_nodes(holders, (), keep_first=values == "rank0")
+    by_id = {spec.id: spec for spec in specs}
+    order = [spec for spec in specs if spec.alias_of is None]
+    unique = dict(zip((s.id for s in order), array_names([s.path for s in order]), strict=True))
+    names = {i: unique[_root(by_id, spec)] for i, spec in by_id.items()}
+    return MergedTree(map_arrays(node, lambda leaf: {**leaf, "array": names[leaf["array"]]}), tuple(order), names)
+
+
+def _root(by_id: dict[str, LeafSpec], spec: LeafSpec) -> str:
+    while spec.alias_of is not None:
+        spec = by_id[spec.alias_of]
+    return spec.id
+
+
+def _merge_leaves(trees: Sequence[RankTree]) -> list[LeafSpec]:
+    merged: dict[str, tuple[int, LeafSpec]] = {}
+    for rank, tree in enumerate(trees):
+        for spec in tree.leaves:
+            if spec.id not in merged:
+                merged[spec.id] = (rank, spec)
+                continue
+            first, seen = merged[spec.id]
+            _check_agree(seen, first, spec, rank)
+            # Tied on one rank only: stored apart, so that no rank loses what it holds.
+            tied = seen.alias_of if seen.alias_of == spec.alias_of else None
+            merged[spec.id] = (first, replace(seen, checked=seen.checked and spec.checked, alias_of=tied))
+    return [spec for _, spec in merged.values()]
+
+
+def _check_agree(seen: LeafSpec, first: int, spec: LeafSpec, rank: int) -> None:
+    for field in ("shape", "dtype"):
+        a, b = getattr(seen, field), getattr(spec, field)
+        if a != b:
+            path = dotted(spec.path)
+            raise InvalidStateError(f"{path!r} has {field} {a} on rank {first} but {b} on rank {rank}")
+
+
+def _kind(node: Node) -> str:
+    """What two ranks must agree on before their contents are compared."""
+    if is_array(node):
+        return str(node["$"])
+    if is_mapping(node):
+        return str(node.get("$", "dict"))
+    if isinstance(node, list):
+        return "list"
+    if isinstance(node, dict):
+        return str(node["$"])
+    return type(node).__name__
+
+
+def _merge_nodes(nodes: dict[int, Node], path: TreePath, *, keep_first: bool) -> Node:
+    """``nodes``: of every rank that has the key."""
+    ranks = list(nodes)
+    first = nodes[ranks[0]]
+    kind = _kind(first)
+    if kind == "per_rank":
+        return _merge_per_rank(nodes, path)
+    for rank in ranks[1:]:
+        if _kind(nodes[rank]) != kind and not (keep_first and not _structural(first) and not _structural(nodes[rank])):
+            raise InvalidStateError(
+                f"{path_text(path)!r} is a {kind} on rank {ranks[0]} but a {_kind(nodes[rank])} on rank {rank}"
+            )
+    if is_array(first):
+        _check_equal(nodes, path, keep_first=False)
+        return first
+    inner = {rank: children(node) for rank, node in nodes.items()}
+    if any(c is None for c in inner.values()):
+        _check_equal(nodes, path, keep_first=keep_first)
+        return first
+    if is_mapping(first):
+        return _merge_mappings(nodes, path, keep_first=keep_first)
+    lengths = {rank: len(c or ()) for rank, c in inner.items()}
+    if len(set(lengths.values())) > 1:
+        if keep_first:
+            return first
+        raise InvalidStateError(f"{path_text(path)!r} has a different length per rank: {lengths}{_WAYS_OUT}")
+    items = [
+        _merge_nodes({r: (inner[r] or [])[i][1] for r in ranks}, (*path, str(i)), keep_first=keep_first)
+        for i in range(lengths[ranks[0]])
+    ]
+    return items if isinstance(first, list) else {**first, "items": items}
+
+
+def _structural(node: Node) -> bool:
+    return is_array(node) or is_mapping(node)
+
+
+def _merge_mappings(nodes: dict[int, Node], path: TreePath, *, keep_first: bool) -> Node:
+    keys: dict[str, Node] = {}
+    members: dict[str, dict[int, Node]] = {}
+    for rank, node in nodes.items():
+        for key, child in children(node) or ():
+            token = key_token(key)
+            keys.setdefault(token, key)
+            members.setdefault(token, {})[rank] = child
+    merged = [
+        [keys[token], _merge_nodes(held, (*path, token), keep_first=keep_first)] for token, held in members.items()
+    ]
+    tagged = next((node for node in nodes.values() if "$" in node), None)
+    if tagged is None:
+        return {key: child for key, child in merged}
+    if not keep_first:
+        _check_equal({r: {k: v for k, v in n.items() if k != "items"} for r, n in nodes.items() if "$" in n}, path)
+    return {**tagged, "items": merged}
+
+
+def _merge_per_rank(nodes: dict[int, Node], path: TreePath) -> Node:
+    values: dict[str, Node] = {}
+    for rank, node in nodes.items():
+        if _kind(node) != "per_rank":
+            raise InvalidStateError(f"{path_text(path)!r} is a PerRank value on some ranks, but not on rank {rank}")
+        values[str(rank)] = node["value"]
+    return {"$": "per_rank", "values": values}
+
+
+_WAYS_OUT = '; wrap state that differs per rank in PerRank(...), or pass values="rank0" to keep rank 0\'s'
+
+
+def _check_equal(nodes: dict[int, Node], path: TreePath, *, keep_first: bool = False) -> None:
+    if keep_first:
+        return
+    texts = {rank: key_token(node) for rank, node in nodes.items()}
+    ranks = list(texts)
+    differing = [rank for rank in ranks[1:] if texts[rank] != texts[ranks[0]]]
+    if differing:
+        raise InvalidStateError(
+            f"{path_text(path)!r} differs between ranks {ranks[0]} and {differing}: "
+            f"{texts[ranks[0]][:80]} and {texts[differing[0]][:80]}{_WAYS_OUT}"
+        )

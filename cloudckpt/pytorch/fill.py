@@ -1,0 +1,225 @@
+"""Comparing a target state with what is stored, and filling it.
+
+Nothing is changed while comparing: plain values are put in place by ``Match.finish``, once every
+tensor has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, MutableSequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from cloudckpt.errors import InvalidStateError
+from cloudckpt.format import values
+from cloudckpt.format.manifest import Manifest
+from cloudckpt.format.tree import (
+    Node,
+    TreePath,
+    children,
+    holds_arrays,
+    is_array,
+    is_mapping,
+    key_token,
+    leaves,
+    path_text,
+)
+from cloudckpt.pytorch.per_rank import PerRank, decode_inline, decode_rank_value
+from cloudckpt.pytorch.shards import LocalShard, check_writable, ndarray_shard, tensor_shard
+from cloudckpt.pytorch.state import is_stateful
+
+Finish = Callable[[], Any]
+"""Puts plain values in place below; returns what now stands here."""
+
+
+@dataclass
+class Problems:
+    """Differences between target and checkpoint, by dotted path; ``(stored, target)`` for the last three."""
+
+    missing: list[str] = field(default_factory=list)
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    dtypes: dict[str, tuple[str, str]] = field(default_factory=dict)
+    kinds: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Match:
+    """``wants``: (array number, shard to fill). ``asked``: the stored leaves that the target has a place for."""
+
+    wants: list[tuple[int, LocalShard]] = field(default_factory=list)
+    asked: set[TreePath] = field(default_factory=set)
+    problems: Problems = field(default_factory=Problems)
+    finish: Finish = lambda: None
+
+
+def match_state(state: Any, manifest: Manifest, *, rank: int, world_size: int, allow_pickle: bool) -> Match:
+    """Walk both trees. Differences are collected, not raised; InvalidStateError is for unusable targets."""
+    matcher = _Matcher(manifest, rank, world_size, allow_pickle)
+    matcher.match.finish = matcher.walk(state, manifest.document.tree, (), ())
+    return matcher.match
+
+
+class _Matcher:
+    def __init__(self, manifest: Manifest, rank: int, world_size: int, allow_pickle: bool) -> None:
+        self.manifest = manifest
+        self.rank = rank
+        self.world_size = world_size
+        self.allow_pickle = allow_pickle
+        self.match = Match()
+
+    def walk(self, target: Any, node: Node, path: TreePath, keys: values.Path) -> Finish:
+        if isinstance(target, PerRank):
+            return self.per_rank(target, node, path)
+        if isinstance(target, (torch.Tensor, np.ndarray)):
+            return self.array(target, node, path)
+        if is_stateful(target):
+            state = target.state_dict()
+            finish = self.walk(state, node, path, keys)
+            return lambda: _load_into(target, finish())
+        if isinstance(target, dict) and is_mapping(node):
+            return self.mapping(target, node, path, keys)
+        if isinstance(target, (list, tuple)) and (holds_arrays(node) or _holds_targets(target)):
+            return self.sequence(target, node, path, keys)
+        return self.plain(target, node, path)
+
+    def array(self, target: Any, node: Node, path: TreePath) -> Finish:
+        text = path_text(path)
+        shard = tensor_shard(target, text) if isinstance(target, torch.Tensor) else ndarray_shard(target, text)[0]
+        kind = "tensor" if isinstance(target, torch.Tensor) else "ndarray"
+        self.ask(node, path)
+        if not is_array(node) or node["$"] != kind:
+            self.match.problems.kinds[text] = (_describe(node), kind)
+            return lambda: target
+        check_writable(shard)
+        number = self.manifest.array_index[node["array"]]
+        entry = self.manifest.arrays[number]
+        stored_dtype, dtype = (entry.dtype, shard.dtype) if kind == "tensor" else (node["numpy"], target.dtype.str)
+        if kind == "ndarray" and target.dtype.isbuiltin == 2:
+            dtype = target.dtype.name
+        if stored_dtype != dtype:
+            self.match.problems.dtypes[text] = (stored_dtype, dtype)
+        if entry.shape != shard.shape and stored_dtype == dtype:
+            stored_shape = entry.shape if kind == "tensor" else tuple(node["shape"])
+            self.match.problems.shapes[text] = (stored_shape, tuple(target.shape))
+        elif stored_dtype != dtype and kind == "tensor" and entry.shape != shard.shape:
+            self.match.problems.shapes[text] = (entry.shape, shard.shape)
+        self.match.wants.append((number, shard))
+        return lambda: target
+
+    def per_rank(self, target: PerRank, node: Node, path: TreePath) -> Finish:
+        text = path_text(path)
+        self.ask(node, path)
+        if not (isinstance(node, dict) and node.get("$") == "per_rank"):
+            self.match.problems.kinds[text] = (_describe(node), "PerRank")
+            return lambda: target
+        value = decode_rank_value(node, self.rank, self.world_size, text, allow_pickle=self.allow_pickle)
+
+        def finish() -> PerRank:
+            target.value = value
+            return target
+
+        return finish
+
+    def mapping(self, target: Any, node: Node, path: TreePath, keys: values.Path) -> Finish:
+        stored = {key_token(key): child for key, child in children(node) or ()}
+        parts: dict[Any, Finish] = {}
+        for key, item in target.items():
+            token = key_token(values.encode(key))
+            inner, inner_keys = (*path, token), (*keys, key)
+            if token in stored:
+                parts[key] = self.walk(item, stored[token], inner, inner_keys)
+            else:
+                self.missing(item, inner, inner_keys)
+        return lambda: _replace_items(target, parts)
+
+    def sequence(self, target: Any, node: Node, path: TreePath, keys: values.Path) -> Finish:
+        stored = children(node)
+        if stored is None or is_mapping(node):
+            self.ask(node, path)
+            self.match.problems.kinds[path_text(path)] = (_describe(node), type(target).__name__)
+            return lambda: target
+        parts: dict[Any, Finish] = {}
+        for i, item in enumerate(target):
+            inner, inner_keys = (*path, str(i)), (*keys, i)
+            if i < len(stored):
+                parts[i] = self.walk(item, stored[i][1], inner, inner_keys)
+            else:
+                self.missing(item, inner, inner_keys)
+        if isinstance(target, list):
+            return lambda: _replace_items(target, parts)
+        return lambda: _rebuilt_tuple(target, parts)
+
+    def plain(self, target: Any, node: Node, path: TreePath) -> Finish:
+        self.ask(node, path)
+        if isinstance(target, dict) or holds_arrays(node):
+            self.match.problems.kinds[path_text(path)] = (_describe(node), type(target).__name__)
+            return lambda: target
+        value = decode_inline(node, allow_pickle=self.allow_pickle)
+        return lambda: value
+
+    def ask(self, node: Node, path: TreePath) -> None:
+        """What is below has a place in the target, be it of the wrong kind: it is not unexpected."""
+        self.match.asked.update(below for below, _ in leaves(node, path))
+
+    def missing(self, target: Any, path: TreePath, keys: values.Path) -> None:
+        """Every leaf of a part of the target that is not stored at all."""
+        if is_stateful(target):
+            target = target.state_dict()
+        if isinstance(target, dict) and target:
+            for key, item in target.items():
+                self.missing(item, (*path, key_token(values.encode(key))), (*keys, key))
+        elif isinstance(target, (list, tuple)) and _holds_targets(target):
+            for i, item in enumerate(target):
+                self.missing(item, (*path, str(i)), (*keys, i))
+        else:
+            self.match.problems.missing.append(path_text(path))
+
+
+def _holds_targets(target: Any) -> bool:
+    """Whether something in a sequence is filled in place."""
+    if isinstance(target, dict):
+        return any(_holds_targets(item) for item in target.values())
+    if isinstance(target, (list, tuple)):
+        return any(_holds_targets(item) for item in target)
+    return isinstance(target, (torch.Tensor, np.ndarray, PerRank)) or is_stateful(target)
+
+
+def _describe(node: Node) -> str:
+    if is_array(node):
+        return str(node["$"])
+    if isinstance(node, list):
+        return "list"
+    if isinstance(node, dict):
+        return str(node.get("$", "dict"))
+    return type(node).__name__
+
+
+def _load_into(target: Any, state: Any) -> Any:
+    target.load_state_dict(state)
+    return target
+
+
+def _replace_items(target: MutableMapping[Any, Any] | MutableSequence[Any], parts: dict[Any, Finish]) -> Any:
+    for key, finish in parts.items():
+        value = finish()
+        if value is not target[key]:
+            target[key] = value
+    return target
+
+
+def _rebuilt_tuple(target: Any, parts: dict[Any, Finish]) -> Any:
+    items = [parts[i]() if i in parts else item for i, item in enumerate(target)]
+    if all(a is b for a, b in zip(items, target, strict=True)):
+        return target
+    return tuple(items) if type(target) is tuple else type(target)(*items)
+
+
+def check_root(state: Any) -> None:
+    """Raises InvalidStateError for a target that cannot be changed in place."""
+    if not (isinstance(state, (dict, list, torch.Tensor, np.ndarray, PerRank)) or is_stateful(state)):
+        raise InvalidStateError(
+            f"load() fills its target in place, which a {type(state).__name__} does not allow: pass a dict or a list"
+        )

@@ -1,0 +1,259 @@
+"""How the ranks of one save or load act together.
+
+Everything is done in rounds: each rank does its part, the coordinator (rank 0 of the group) makes
+something of the parts, and all get its result. A failure anywhere in a round is raised on every
+rank. Ranks meet at keys of torch.distributed's store before they enter a collective, so that a rank
+that is late, dead or has failed is named, and no collective is left half entered.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store  # the only way to the rendezvous store
+
+from cloudckpt.errors import CloudckptError, InterruptedTransferError, InvalidStateError, RankError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+HEARTBEAT_S = 1.0
+"""How often a working rank says that it lives, and looks whether another one failed."""
+
+COORDINATOR = 0
+
+
+class Group(Protocol):
+    """``cancel`` is set as soon as another rank is known to have failed in the current round."""
+
+    rank: int
+    size: int
+    cancel: threading.Event
+
+    def round(self, part: Callable[[], T], combine: Callable[[Sequence[T]], R]) -> R:
+        """Collective. ``part`` runs everywhere, ``combine`` (of all parts, by rank) on the coordinator."""
+
+
+class Alone:
+    """A group of one process."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self) -> None:
+        self.cancel = threading.Event()
+
+    def round(self, part: Callable[[], T], combine: Callable[[Sequence[T]], R]) -> R:
+        self.cancel.clear()
+        return combine([part()])
+
+
+def make_group(group: dist.ProcessGroup | None, timeout_s: float) -> Group:
+    """The ranks of ``group`` (None: all, or this process alone where torch.distributed is not set up). Collective."""
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise InvalidStateError("a group was given, but torch.distributed is not initialised")
+        return Alone()
+    group = group or dist.group.WORLD
+    assert group is not None
+    if dist.get_rank(group) < 0:
+        raise InvalidStateError("this rank is not in the given group: only its members may call save or load with it")
+    if dist.get_world_size(group) == 1:
+        return Alone()
+    if group not in _GROUPS:
+        _GROUPS[group] = Ranks(group)
+    ranks = _GROUPS[group]
+    ranks.timeout_s = timeout_s
+    return ranks
+
+
+_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
+"""A control group costs a rendezvous, so it is made once per process group and kept as long as that lives."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    error: CloudckptError
+    interrupted: bool
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What the coordinator tells the others before a collective: the late ones, or none."""
+
+    causes: dict[int, str]
+
+
+class Ranks:
+    """A torch.distributed group, with a gloo group of the same ranks where its own backend is another."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.cancel = threading.Event()
+        self.timeout_s = 600.0
+        ranks = dist.get_process_group_ranks(group)
+        # The caller's group lives as long as the caller wants; one made here lives as long as this.
+        own = None if "gloo" in dist.get_backend(group) else _control_group(ranks)
+        self._group: Callable[[], dist.ProcessGroup | None] = weakref.ref(group) if own is None else lambda: own
+        self._coordinator = ranks[COORDINATOR]
+        self._rounds = 0
+        prefix = f"cloudckpt/{group.group_name}"
+        # A group of the same name may have been here before, on the same store.
+        epoch = _get_default_store().add(f"{prefix}/epoch/{self.rank}", 1)
+        prefix = f"{prefix}/{epoch}"
+        self._store = dist.PrefixStore(prefix, _get_default_store())
+        # A second connection: the first may wait inside of a call, and holds a lock meanwhile.
+        self._side_store = dist.PrefixStore(prefix, _get_default_store().clone())
+
+    def round(self, part: Callable[[], T], combine: Callable[[Sequence[T]], R]) -> R:
+        self._rounds += 1
+        self.cancel.clear()
+        mine = self._work(part)
+        self._meet(mine)
+        parts: list[Any] | None = [None] * self.size if self.rank == COORDINATOR else None
+        dist.gather_object(mine, parts, dst=self._coordinator, group=self._group())
+        box: list[Any] = [None]
+        if parts is not None:
+            box = [_combined(parts, combine)]
+        dist.broadcast_object_list(box, src=self._coordinator, group=self._group())
+        outcome = box[0]
+        if isinstance(outcome, _Failure):
+            raise outcome.error from (mine.error if isinstance(mine, _Failure) else None)
+        return outcome  # type: ignore[no-any-return]
+
+    def _work(self, part: Callable[[], T]) -> T | _Failure:
+        watch = threading.Event()
+        watcher = threading.Thread(target=self._watch, args=(watch,), name="cloudckpt-watch", daemon=True)
+        watcher.start()
+        try:
+            return part()
+        except CloudckptError as error:
+            failure = _Failure(error, isinstance(error, InterruptedTransferError))
+        except (Exception, KeyboardInterrupt) as error:  # the others must hear of it, whatever it is
+            failure = _Failure(_foreign(error), False)
+        finally:
+            watch.set()
+            watcher.join()
+        self._store.set(self._key("failed"), b"1")
+        return failure
+
+    def _watch(self, stop: threading.Event) -> None:
+        beats = 0
+        while not stop.wait(HEARTBEAT_S):
+            beats += 1
+            self._side_store.set(self._key(f"beat/{self.rank}"), str(beats))
+            if self._side_store.check([self._key("failed")]):
+                self.cancel.set()
+
+    def _meet(self, mine: object) -> None:
+        """Wait until all ranks are here. Raises RankError on all of them if some do not come."""
+        self._store.set(self._key(f"here/{self.rank}"), b"1")
+        if self.rank == COORDINATOR:
+            late = self._await_ranks()
+            text = f"not here within {self.timeout_s:g} s and not at work: killed, or it did not call the same function"
+            verdict = _Verdict(dict.fromkeys(late, text))
+            self._store.set(self._key("verdict"), pickle.dumps(verdict))
+            self._forget(self._rounds - 2)
+        else:
+            verdict = self._await_verdict()
+        if verdict.causes:
+            # Whoever comes now must not take this rank for one that is still waiting.
+            self._store.delete_key(self._key(f"here/{self.rank}"))
+            raise _rank_error(verdict.causes)
+
+    def _await_ranks(self) -> list[int]:
+        """The ranks that neither arrive nor show a sign of life for ``timeout_s``."""
+        missing = [r for r in range(self.size) if r != self.rank]
+        beats: dict[int, bytes] = {}
+        deadline = time.monotonic() + self.timeout_s
+        while missing:
+            self._wait(self._key(f"here/{missing[0]}"), min(HEARTBEAT_S, max(0.01, deadline - time.monotonic())))
+            missing = [r for r in missing if not self._store.check([self._key(f"here/{r}")])]
+            if missing and time.monotonic() >= deadline:
+                now = {r: self._beat(r) for r in missing}
+                if any(now[r] == beats.get(r, b"") for r in missing):
+                    return [r for r in missing if now[r] == beats.get(r, b"")]
+                beats, deadline = now, time.monotonic() + self.timeout_s
+        return []
+
+    def _await_verdict(self) -> _Verdict:
+        key = self._key("verdict")
+        deadline = time.monotonic() + self.timeout_s
+        beat = b""
+        while not self._wait(key, HEARTBEAT_S):
+            if time.monotonic() >= deadline:
+                now = self._beat(COORDINATOR)
+                if now == beat:
+                    return _Verdict({COORDINATOR: f"the coordinator gave no sign of life for {self.timeout_s:g} s"})
+                beat, deadline = now, time.monotonic() + self.timeout_s
+        verdict = pickle.loads(self._store.get(key))
+        assert isinstance(verdict, _Verdict)
+        return verdict
+
+    def _beat(self, rank: int) -> bytes:
+        key = self._key(f"beat/{rank}")
+        return bytes(self._store.get(key)) if self._store.check([key]) else b""
+
+    def _wait(self, key: str, timeout_s: float) -> bool:
+        try:
+            self._store.wait([key], timedelta(seconds=timeout_s))
+        except dist.DistStoreError:
+            return False
+        return True
+
+    def _forget(self, number: int) -> None:
+        """All ranks have left a round once they have met in the one after it."""
+        if number > 0:
+            names = ["verdict", "failed", *(f"{k}/{r}" for k in ("here", "beat") for r in range(self.size))]
+            for name in names:
+                self._store.delete_key(f"{number}/{name}")
+
+    def _key(self, name: str) -> str:
+        return f"{self._rounds}/{name}"
+
+
+def _control_group(ranks: list[int]) -> dist.ProcessGroup:
+    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _combined(parts: list[Any], combine: Callable[[Sequence[Any]], R]) -> R | _Failure:
+    failures = {rank: part for rank, part in enumerate(parts) if isinstance(part, _Failure)}
+    if failures:
+        return _Failure(_joined(failures, len(parts)), False)
+    try:
+        return combine(parts)
+    except CloudckptError as error:
+        return _Failure(error, False)
+    except Exception as error:  # noqa: BLE001  # must reach all ranks
+        return _Failure(_foreign(error), False)
+
+
+def _joined(failures: dict[int, _Failure], size: int) -> CloudckptError:
+    """One error for all ranks: their own where all had the same, else a RankError with every cause."""
+    causes = {rank: f for rank, f in failures.items() if not f.interrupted} or failures
+    errors = [f.error for f in causes.values()]
+    if len(errors) == size and all(type(e) is type(errors[0]) and str(e) == str(errors[0]) for e in errors):
+        return errors[0]
+    return _rank_error({rank: f"{type(f.error).__name__}: {f.error}" for rank, f in causes.items()})
+
+
+def _rank_error(causes: dict[int, str]) -> RankError:
+    lines = [f"rank {rank}: {text}" for rank, text in causes.items()]
+    shown = lines[:5] + ([f"... and {len(lines) - 5} more"] if len(lines) > 5 else [])
+    return RankError("; ".join(shown), causes=causes)
+
+
+def _foreign(error: BaseException) -> CloudckptError:
+    """An error that is not this package's own, as one that can travel between processes."""
+    return CloudckptError(f"{type(error).__name__}: {error}")

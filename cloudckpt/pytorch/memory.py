@@ -1,0 +1,52 @@
+"""The raw bytes of a tensor's memory, whatever its dtype and strides, without a copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cloudckpt.format.box import Box
+from cloudckpt.format.codec import Bytes1D
+
+Elements = npt.NDArray[Any]
+
+# One opaque numpy type per element size: bits are moved, never interpreted.
+_OPAQUE = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"), 16: np.dtype("V16")}
+
+
+def tensor_elements(tensor: torch.Tensor) -> Elements:
+    """A view of a CPU tensor's elements as opaque numbers: same shape, strides and memory."""
+    kind = _OPAQUE[tensor.element_size()]
+    if tensor.numel() == 0:
+        return np.zeros(tuple(tensor.shape), dtype=kind)
+    base = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()  # type: ignore[call-overload]
+    return np.ndarray(
+        tuple(tensor.shape),
+        dtype=kind,
+        buffer=base,
+        offset=tensor.storage_offset() * kind.itemsize,
+        strides=tuple(s * kind.itemsize for s in tensor.stride()),
+    )
+
+
+def array_elements(array: npt.NDArray[Any]) -> Elements:
+    """The same for a numpy array."""
+    return array[..., None].view(_OPAQUE[array.dtype.itemsize])[..., 0]
+
+
+def array_bytes(array: npt.NDArray[Any]) -> Elements:
+    """A view of a numpy array with a last axis that counts the bytes of an element."""
+    return array[..., None].view(np.uint8)
+
+
+def chunk_bytes(elements: Elements, box: Box, stored_shape: tuple[int, ...]) -> Bytes1D:
+    """The bytes of ``elements[box]`` in C order, zero-padded to ``stored_shape``; no copy where memory allows."""
+    part = elements[box.slices]
+    if part.shape != stored_shape:
+        padded = np.zeros(stored_shape, dtype=elements.dtype)
+        padded[tuple(slice(0, n) for n in part.shape)] = part
+        part = padded
+    return np.ascontiguousarray(part).reshape(-1).view(np.uint8)

@@ -1,0 +1,43 @@
+"""Torch's own plain values, beside those of format/values.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cloudckpt.format import values
+
+
+def _size_from(node: dict[str, Any]) -> torch.Size:
+    dims = node["dims"]
+    if type(dims) is not list or not all(type(d) is int for d in dims):
+        raise ValueError("field 'dims' must be a list of ints")
+    return torch.Size(dims)
+
+
+def _enum_member(kind: type, prefix: str) -> Any:
+    def read(node: dict[str, Any]) -> Any:
+        value = getattr(torch, str(node["name"]).removeprefix(prefix), None)
+        if type(value) is not kind:
+            raise ValueError(f"torch has no {kind.__name__} {node['name']!r:.100}")
+        return value
+
+    return read
+
+
+def _device_from(node: dict[str, Any]) -> torch.device:
+    try:
+        return torch.device(node["name"])
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _named(value: Any) -> dict[str, Any]:
+    return {"name": str(value).removeprefix("torch.")}
+
+
+values.register(torch.Size, "torch.Size", lambda size: {"dims": list(size)}, _size_from)
+values.register(torch.device, "torch.device", _named, _device_from)
+for _kind in (torch.dtype, torch.layout, torch.memory_format):
+    values.register(_kind, f"torch.{_kind.__name__}", _named, _enum_member(_kind, "torch."))

@@ -1,0 +1,204 @@
+"""From tensors to shards: what part of which global tensor a rank holds, and where its bytes are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor.placement_types import _StridedShard  # no public name; FSDP2 with TP makes them
+
+from cloudckpt.errors import InvalidStateError
+from cloudckpt.format.box import Box
+from cloudckpt.format.codec import Bytes1D
+from cloudckpt.format.dtypes import DTYPES, QUANTISED, from_numpy, numpy_name
+from cloudckpt.format.manifest import MeshEntry
+from cloudckpt.plan.shard import DimShard, PieceBox, Runs, dim_runs, nested_runs, pieces_from_runs
+from cloudckpt.pytorch.memory import Elements, array_bytes, array_elements, chunk_bytes, tensor_elements
+
+
+@dataclass(frozen=True, eq=False)
+class LocalShard:
+    """One rank's part of one tensor or numpy array, as it is stored.
+
+    ``dtype`` and ``shape`` are those of the stored array, ``memory`` is the local part of it.
+    ``placed``: the caller said which part of the tensor this is (a DTensor); else it counts as a
+    copy of the whole that must be equal on all ranks.
+    """
+
+    text: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[PieceBox, ...]
+    memory: torch.Tensor | npt.NDArray[Any]
+    placed: bool = False
+    mesh: MeshEntry | None = None
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def on_host(self) -> bool:
+        return not isinstance(self.memory, torch.Tensor) or self.memory.device.type == "cpu"
+
+    @cached_property
+    def elements(self) -> Elements:
+        """Host memory as opaque elements of the stored array."""
+        if isinstance(self.memory, torch.Tensor):
+            return tensor_elements(self.memory)
+        return array_elements(self.memory) if self.memory.ndim == len(self.shape) else array_bytes(self.memory)
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for two names of the same memory. Empty tensors have none worth sharing."""
+        if not isinstance(self.memory, torch.Tensor) or self.memory.numel() == 0:
+            return (id(self),)
+        tensor = self.memory
+        layout = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        return (tensor.untyped_storage().data_ptr(), layout, self.dtype, self.shape, self.pieces)
+
+    def read(self, box: Box, stored_shape: tuple[int, ...]) -> Bytes1D:
+        """The bytes of a global box that lies in one piece, in C order, padded with zeros to ``stored_shape``."""
+        local = self.local_box(box)
+        if self.on_host:
+            return chunk_bytes(self.elements, local, stored_shape)
+        assert isinstance(self.memory, torch.Tensor)
+        part = self.memory[local.slices].contiguous().cpu()
+        return chunk_bytes(tensor_elements(part), Box((0,) * part.dim(), tuple(part.shape)), stored_shape)
+
+    def local_box(self, box: Box) -> Box:
+        for piece in self.pieces:
+            if piece.box.intersect(box) == box:
+                start = tuple(
+                    o - g + i for o, g, i in zip(box.offset, piece.global_offset, piece.local_offset, strict=True)
+                )
+                return Box(start, box.shape)
+        raise AssertionError(f"{self.text}: {box} lies in no piece")
+
+
+def tensor_shard(tensor: torch.Tensor, text: str) -> LocalShard:
+    """``text`` is the dotted path, for messages. Raises InvalidStateError for what cannot be stored."""
+    if isinstance(tensor, DTensor):
+        return _dtensor_shard(tensor, text)
+    local = _plain(tensor, text)
+    shape = tuple(local.shape)
+    whole = PieceBox((0,) * len(shape), (0,) * len(shape), shape)
+    return LocalShard(text, _dtype_name(local, text), shape, (whole,), local)
+
+
+def ndarray_shard(array: npt.NDArray[Any], text: str) -> tuple[LocalShard, str]:
+    """The shard, and the exact name of the numpy type."""
+    name = numpy_name(array.dtype)
+    if name is None:
+        raise InvalidStateError(f"{text!r}: a numpy array of type {array.dtype} cannot be stored as plain bytes")
+    known = from_numpy(array.dtype)
+    dtype, shape = (known.name, array.shape) if known else ("uint8", (*array.shape, array.dtype.itemsize))
+    whole = PieceBox((0,) * len(shape), (0,) * len(shape), shape)
+    return LocalShard(text, dtype, shape, (whole,), array), name
+
+
+def _plain(tensor: torch.Tensor, text: str) -> torch.Tensor:
+    """A strided tensor of torch's own class, detached."""
+    local = tensor.detach()
+    if type(local).__name__ == "AsyncCollectiveTensor":
+        local = local.wait()  # type: ignore[attr-defined]
+    if type(local) is not torch.Tensor:
+        kind = type(local)
+        raise InvalidStateError(
+            f"{text!r}: unsupported tensor subclass {kind.__module__}.{kind.__qualname__}; "
+            "store its inner tensors instead"
+        )
+    if local.layout is not torch.strided:
+        raise InvalidStateError(f"{text!r}: a tensor of layout {local.layout} cannot be stored; use to_dense()")
+    if local.device.type == "meta":
+        raise InvalidStateError(f"{text!r}: a meta tensor holds no data")
+    return local.resolve_conj().resolve_neg()
+
+
+def _dtype_name(tensor: torch.Tensor, text: str) -> str:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name in QUANTISED:
+        raise InvalidStateError(f"{text!r}: quantised tensors ({name}) are not supported; store int_repr() and scales")
+    if name not in DTYPES:
+        raise InvalidStateError(f"{text!r}: unsupported dtype {name}")
+    return name
+
+
+def _dtensor_shard(tensor: DTensor, text: str) -> LocalShard:
+    mesh = tensor.device_mesh
+    local = _plain(tensor.to_local(), text)
+    shape = tuple(tensor.shape)
+    coordinate = mesh.get_coordinate()
+    entry = MeshEntry(shape=tuple(mesh.shape), dim_names=tuple(mesh.mesh_dim_names or ()))
+    shard = LocalShard(text, _dtype_name(local, text), shape, (), local, placed=True, mesh=entry)
+    _check_placements(tensor, text)
+    if coordinate is None:  # this rank is outside of the mesh
+        return shard
+    axes: list[list[DimShard]] = [[] for _ in shape]
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            dim, factor = _shard_dim(placement, len(shape))
+            axes[dim].append(DimShard(mesh.size(axis), coordinate[axis], factor))
+    runs = [
+        _runs(extent, shards, local.shape[d], f"{text!r}, dim {d}")
+        for d, (extent, shards) in enumerate(zip(shape, axes, strict=True))
+    ]
+    return replace(shard, pieces=tuple(pieces_from_runs(runs)))
+
+
+def _check_placements(tensor: DTensor, text: str) -> None:
+    for placement in tensor.placements:
+        if placement.is_partial():
+            raise InvalidStateError(
+                f"{text!r}: the tensor is {placement}, a pending reduction; redistribute() it to Replicate or Shard first"
+            )
+        if not (placement.is_replicate() or placement.is_shard() or isinstance(placement, _StridedShard)):
+            raise InvalidStateError(f"{text!r}: unsupported placement {placement}")
+
+
+def _shard_dim(placement: Placement, dims: int) -> tuple[int, int]:
+    dim: int = placement.dim % dims  # type: ignore[attr-defined]
+    return dim, int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+
+
+def _runs(extent: int, shards: list[DimShard], local_extent: int, where: str) -> Runs:
+    """The indices that this rank really holds, checked against the size of what it has.
+
+    torch.distributed.tensor and FSDP2 cut unevenly sharded dims in different orders; the local
+    tensor tells which of the two it was.
+    """
+    candidates = {dim_runs(extent, shards)}
+    nested = nested_runs(extent, shards) if any(s.split_factor > 1 for s in shards) else None
+    if nested is not None:
+        candidates.add(nested)
+    fitting = [runs for runs in candidates if sum(b - a for a, b in runs) == local_extent]
+    if len(fitting) == 1:
+        return fitting[0]
+    if not fitting:
+        held = sum(b - a for a, b in dim_runs(extent, shards))
+        raise InvalidStateError(f"{where}: the local tensor has {local_extent} elements, its placements say {held}")
+    raise InvalidStateError(
+        f"{where}: strided shards of {extent} elements can be cut in two ways, and this rank's size fits both; "
+        "make the dim divisible by the mesh"
+    )
+
+
+def check_writable(shard: LocalShard) -> None:
+    """Raises InvalidStateError for a target that cannot be filled in place."""
+    if isinstance(shard.memory, torch.Tensor):
+        if any(s == 0 and n > 1 for s, n in zip(shard.memory.stride(), shard.memory.shape, strict=True)):
+            raise InvalidStateError(f"{shard.text!r}: the target is an expanded tensor, whose elements share memory")
+    elif not shard.memory.flags.writeable:
+        raise InvalidStateError(f"{shard.text!r}: the target array is read-only")
+
+
+def whole_array(array: npt.NDArray[Any], dtype: str, text: str) -> LocalShard:
+    """A fresh array as a target: all of the tensor, on this rank."""
+    shape = tuple(array.shape)
+    whole = PieceBox((0,) * len(shape), (0,) * len(shape), shape)
+    return LocalShard(text, dtype, shape, (whole,), np.asarray(array))

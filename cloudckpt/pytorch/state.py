@@ -1,0 +1,100 @@
+"""From the caller's nested state to an encoded tree and a list of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from cloudckpt.errors import InvalidStateError
+from cloudckpt.format import values
+from cloudckpt.format.keys import array_names
+from cloudckpt.format.manifest import MeshEntry
+from cloudckpt.plan.shard import PieceTable
+from cloudckpt.plan.tree import LeafSpec, RankTree
+from cloudckpt.pytorch.per_rank import PerRank, encode_per_rank
+from cloudckpt.pytorch.shards import LocalShard, ndarray_shard, tensor_shard
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state stands for it: modules, optimizers, schedulers, data loaders."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+def is_stateful(obj: object) -> bool:
+    return isinstance(obj, Stateful) and not isinstance(obj, type)
+
+
+@dataclass(frozen=True, eq=False)
+class RankState:
+    """What one rank saves: its tree, and a shard for every array that is not an alias, by id."""
+
+    tree: RankTree
+    shards: Mapping[str, LocalShard]
+
+    @property
+    def meshes(self) -> tuple[MeshEntry, ...]:
+        found = {shard.mesh for shard in self.shards.values() if shard.mesh is not None}
+        return tuple(sorted(found, key=lambda mesh: (mesh.shape, mesh.dim_names)))
+
+
+def encode_state(state: Any, *, allow_pickle: bool) -> RankState:
+    """Raises InvalidStateError, naming the path, for anything that cannot be stored."""
+    collector = _Collector(allow_pickle)
+    node = values.encode(state, leaf=collector.leaf, allow_pickle=allow_pickle)
+    return RankState(RankTree(node, tuple(collector.specs)), collector.shards)
+
+
+def piece_table(shards: Mapping[str, LocalShard], order: Mapping[str, int]) -> PieceTable:
+    """The pieces of this rank's shards; ``order``: id to tensor number."""
+    held = sorted((order[i], shard) for i, shard in shards.items() if i in order)
+    return PieceTable.build((number, piece.box) for number, shard in held for piece in shard.pieces)
+
+
+class _Collector:
+    def __init__(self, allow_pickle: bool) -> None:
+        self.allow_pickle = allow_pickle
+        self.specs: list[LeafSpec] = []
+        self.shards: dict[str, LocalShard] = {}
+        self._seen: dict[tuple[Any, ...], str] = {}
+        self._kept: list[Any] = []
+
+    def leaf(self, path: values.Path, obj: Any) -> values.Node:
+        if isinstance(obj, torch.Tensor):
+            return {"$": "tensor", "array": self._add(path, tensor_shard(obj, values.dotted(path)))}
+        if isinstance(obj, np.ndarray):
+            if type(obj) is not np.ndarray:
+                raise InvalidStateError(f"{values.dotted(path)!r}: unsupported numpy subclass {type(obj).__qualname__}")
+            shard, name = ndarray_shard(obj, values.dotted(path))
+            return {"$": "ndarray", "array": self._add(path, shard), "numpy": name, "shape": list(obj.shape)}
+        if isinstance(obj, PerRank):
+            return encode_per_rank(obj, path, self.allow_pickle)
+        if is_stateful(obj):
+            inner = obj.state_dict()
+            self._kept.append(inner)  # ids of temporaries must not be used twice
+            return values.encode(inner, leaf=self.leaf, allow_pickle=self.allow_pickle, path=path)
+        return None
+
+    def _add(self, path: values.Path, shard: LocalShard) -> str:
+        name = array_names([path])[0]
+        alias = self._seen.setdefault(shard.identity, name)
+        self.specs.append(
+            LeafSpec(
+                id=name,
+                path=path,
+                dtype=shard.dtype,
+                shape=shard.shape,
+                checked=not shard.placed,
+                alias_of=alias if alias != name else None,
+            )
+        )
+        # Kept for aliases too: another rank may not have them tied.
+        self.shards[name] = shard
+        return name
