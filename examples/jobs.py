@@ -120,16 +120,21 @@ def run_demo(script: Path, folder: Path, *, num_steps: int, s3: bool) -> int:
 
 def transfers(told: dict[str, dict[str, Any]]) -> Table:
     """What went to the store and came back."""
-    table = Table("job", "did", "MiB", "MB/s", "chunks", "objects", "requests", "exchanged MiB")
+    table = Table("job", "did", "step")
+    for column in ("MiB", "s", "MB/s", "chunks", "objects", "requests"):
+        table.add_column(column, justify="right")
     for name, answer in told.items():
         if save := answer.get("save"):
-            size, speed = f"{save['nbytes'] / MIB:.1f}", f"{save['nbytes'] / 1e6 / save['seconds']:.0f}"
-            table.add_row(name, "save", size, speed, str(save["num_chunks"]), str(save["num_objects"]), "", "")
+            counts = [str(save[name]) for name in ("num_chunks", "num_objects", "num_requests")]
+            table.add_row(name, "save", str(save["step"]), *speed(save["nbytes"], save["wall_s"]), *counts)
         if load := answer.get("load"):
-            size, speed = f"{load['bytes_fetched'] / MIB:.1f}", f"{load['bytes_fetched'] / 1e6 / load['seconds']:.0f}"
-            exchanged = f"{load['bytes_sent'] / MIB:.1f}"
-            table.add_row(name, "load", size, speed, "", "", str(load["num_requests"]), exchanged)
+            transfer = speed(load["bytes_fetched"], sum(load["seconds"].values()))
+            table.add_row(name, "load", str(load["step"]), *transfer, "", "", str(load["num_requests"]))
     return table
+
+
+def speed(nbytes: int, seconds: float) -> list[str]:
+    return [f"{nbytes / MIB:.1f}", f"{seconds:.2f}", f"{nbytes / 1e6 / seconds:.0f}"]
 
 
 def losses(told: dict[str, dict[str, Any]]) -> Table:

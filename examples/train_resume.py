@@ -14,7 +14,7 @@ import argparse
 import hashlib
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,17 +103,9 @@ def run_job(spec: JobSpec) -> dict[str, Any]:
     torch.set_num_threads(1)  # the processes of this demo share few cores
     training = Training.start(init_device_mesh("cpu", spec.mesh, mesh_dim_names=("dp", "tp")))
     told: dict[str, Any] = {}
-    began = time.perf_counter()
     if spec.resume:
         report = training.resume(spec.url)
-        told["load"] = {
-            "seconds": time.perf_counter() - began,
-            "step": report.step,
-            "bytes_fetched": report.bytes_fetched,
-            "bytes_needed": report.bytes_needed,
-            "bytes_sent": report.bytes_sent,
-            "num_requests": report.num_requests,
-        }
+        told["load"] = asdict(report)
         told["fingerprints"] = training.fingerprints()
 
     losses = told["losses"] = {}
@@ -121,16 +113,10 @@ def run_job(spec: JobSpec) -> dict[str, Any]:
         loss = training.advance()
         losses[training.step] = loss
 
-    began = time.perf_counter()
     if spec.save:
+        began = time.perf_counter()
         commit = training.save(spec.url)
-        told["save"] = {
-            "seconds": time.perf_counter() - began,
-            "step": commit.step,
-            "nbytes": commit.nbytes,
-            "num_chunks": commit.num_chunks,
-            "num_objects": commit.num_objects,
-        }
+        told["save"] = asdict(commit) | {"wall_s": time.perf_counter() - began}
         told["fingerprints"] = training.fingerprints()
     return told
 
