@@ -33,13 +33,18 @@ class EncodedChunk:
         return self.payload.nbytes + CHECKSUM_BYTES
 
 
+def checksum(data: Any, start: int = 0) -> int:
+    """CRC-32C of any buffer, going on from ``start``."""
+    return crc32c(data, start)  # numpy's stubs only declare the buffer protocol from Python 3.12 on
+
+
 def encode_chunk(data: Bytes1D, compression: str | None) -> EncodedChunk:
     """``data`` is kept by reference when it is not compressed."""
     if compression is not None:
         data = np.frombuffer(_zstd().compress(data, ZSTD_LEVEL), dtype=np.uint8)
-    checksum = crc32c(data)
-    suffix = checksum.to_bytes(CHECKSUM_BYTES, "little")
-    return EncodedChunk(data, suffix, checksum, isal_zlib.crc32(suffix, isal_zlib.crc32(data)))
+    value = checksum(data)
+    suffix = value.to_bytes(CHECKSUM_BYTES, "little")
+    return EncodedChunk(data, suffix, value, isal_zlib.crc32(suffix, isal_zlib.crc32(data)))
 
 
 def decompress(data: Bytes1D, nbytes: int, what: str) -> Bytes1D:

@@ -49,7 +49,7 @@ class PackBuilder:
         return len(self._entries)
 
     def begin_stored(self, name: str, nbytes: int, crc32: int) -> bytes:
-        """The header that goes before a stored payload of ``nbytes``, which starts at the new ``nbytes`` less its own."""
+        """The header that goes before a stored payload; ``self.nbytes`` is then the end of that payload."""
         return self._begin(_Entry(name.encode("ascii"), _STORED, crc32, nbytes, nbytes, self.nbytes), ALIGNMENT)
 
     def deflated(self, name: str, data: bytes) -> bytes:

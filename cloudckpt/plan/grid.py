@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -73,8 +74,5 @@ def _subdivide(edges: Ints, extent: int) -> Ints:
         if even is not None or len(sizes) == 1:
             step = -(-largest // (even or parts))
             return np.append(np.arange(0, edges[-1], step, dtype=np.int64), edges[-1])
-    cuts = [
-        np.linspace(a, b, -(-int(b - a) // extent) + 1).astype(np.int64)[:-1]
-        for a, b in zip(edges[:-1], edges[1:], strict=True)
-    ]
+    cuts = [np.linspace(a, b, -(-int(b - a) // extent) + 1).astype(np.int64)[:-1] for a, b in itertools.pairwise(edges)]
     return np.append(np.concatenate(cuts), edges[-1])

@@ -150,7 +150,7 @@ def _merge_mappings(nodes: dict[int, Node], path: TreePath, *, keep_first: bool)
     ]
     tagged = next((node for node in nodes.values() if "$" in node), None)
     if tagged is None:
-        return {key: child for key, child in merged}
+        return dict(merged)
     if not keep_first:
         _check_equal({r: {k: v for k, v in n.items() if k != "items"} for r, n in nodes.items() if "$" in n}, path)
     return {**tagged, "items": merged}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from crc32c import crc32c
 from isal import isal_zlib
 
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.box import Box
+from cloudckpt.format.codec import checksum
 from cloudckpt.pytorch.shards import LocalShard
 
 BLOCK_BYTES = 8 * 1024 * 1024
@@ -33,7 +33,7 @@ def _digest(shard: LocalShard, box: Box) -> tuple[int, int]:
     a = b = 0
     for slab in _slabs(box, shard.itemsize):
         data = shard.read(slab, slab.shape)
-        a, b = crc32c(data, a), isal_zlib.crc32(data, b)
+        a, b = checksum(data, a), isal_zlib.crc32(data, b)
     return a, b
 
 

@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store  # the only way to the rendezvous store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # the only way to the rendezvous store
 
 from cloudckpt.errors import CloudckptError, InterruptedTransferError, InvalidStateError, RankError
 
@@ -110,15 +110,15 @@ class Ranks:
         # A group of the same name may have been here before, on the same store.
         epoch = _get_default_store().add(f"{prefix}/epoch/{self.rank}", 1)
         prefix = f"{prefix}/{epoch}"
-        self._store = dist.PrefixStore(prefix, _get_default_store())
+        self._store = PrefixStore(prefix, _get_default_store())
         # A second connection: the first may wait inside of a call, and holds a lock meanwhile.
-        self._side_store = dist.PrefixStore(prefix, _get_default_store().clone())
+        self._side_store = PrefixStore(prefix, _get_default_store().clone())  # type: ignore[attr-defined]
 
     def round(self, part: Callable[[], T], combine: Callable[[Sequence[T]], R]) -> R:
         self._rounds += 1
         self.cancel.clear()
         mine = self._work(part)
-        self._meet(mine)
+        self._meet()
         parts: list[Any] | None = [None] * self.size if self.rank == COORDINATOR else None
         dist.gather_object(mine, parts, dst=self._coordinator, group=self._group())
         box: list[Any] = [None]
@@ -138,12 +138,12 @@ class Ranks:
             return part()
         except CloudckptError as error:
             failure = _Failure(error, isinstance(error, InterruptedTransferError))
-        except (Exception, KeyboardInterrupt) as error:  # the others must hear of it, whatever it is
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # the others must hear of it, whatever it is
             failure = _Failure(_foreign(error), False)
         finally:
             watch.set()
             watcher.join()
-        self._store.set(self._key("failed"), b"1")
+        self._store.set(self._key("failed"), "1")
         return failure
 
     def _watch(self, stop: threading.Event) -> None:
@@ -154,14 +154,14 @@ class Ranks:
             if self._side_store.check([self._key("failed")]):
                 self.cancel.set()
 
-    def _meet(self, mine: object) -> None:
+    def _meet(self) -> None:
         """Wait until all ranks are here. Raises RankError on all of them if some do not come."""
-        self._store.set(self._key(f"here/{self.rank}"), b"1")
+        self._store.set(self._key(f"here/{self.rank}"), "1")
         if self.rank == COORDINATOR:
             late = self._await_ranks()
             text = f"not here within {self.timeout_s:g} s and not at work: killed, or it did not call the same function"
             verdict = _Verdict(dict.fromkeys(late, text))
-            self._store.set(self._key("verdict"), pickle.dumps(verdict))
+            self._store.set(self._key("verdict"), pickle.dumps(verdict))  # type: ignore[arg-type]  # the stubs forget bytes
             self._forget(self._rounds - 2)
         else:
             verdict = self._await_verdict()

@@ -14,7 +14,13 @@ from cloudckpt.format.codec import Bytes1D
 Elements = npt.NDArray[Any]
 
 # One opaque numpy type per element size: bits are moved, never interpreted.
-_OPAQUE = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"), 16: np.dtype("V16")}
+_OPAQUE: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("u2"),
+    4: np.dtype("u4"),
+    8: np.dtype("u8"),
+    16: np.dtype("V16"),
+}
 
 
 def tensor_elements(tensor: torch.Tensor) -> Elements:
@@ -22,7 +28,7 @@ def tensor_elements(tensor: torch.Tensor) -> Elements:
     kind = _OPAQUE[tensor.element_size()]
     if tensor.numel() == 0:
         return np.zeros(tuple(tensor.shape), dtype=kind)
-    base = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()  # type: ignore[call-overload]
+    base = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
     return np.ndarray(
         tuple(tensor.shape),
         dtype=kind,
@@ -34,7 +40,8 @@ def tensor_elements(tensor: torch.Tensor) -> Elements:
 
 def array_elements(array: npt.NDArray[Any]) -> Elements:
     """The same for a numpy array."""
-    return array[..., None].view(_OPAQUE[array.dtype.itemsize])[..., 0]
+    elements: Elements = array[..., None].view(_OPAQUE[array.dtype.itemsize])[..., 0]
+    return elements
 
 
 def array_bytes(array: npt.NDArray[Any]) -> Elements:

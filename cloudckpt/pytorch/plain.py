@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from cloudckpt.format import values
 
 
-def _size_from(node: dict[str, Any]) -> torch.Size:
+def _size_from(node: Mapping[str, Any]) -> torch.Size:
     dims = node["dims"]
     if type(dims) is not list or not all(type(d) is int for d in dims):
         raise ValueError("field 'dims' must be a list of ints")
@@ -17,7 +18,7 @@ def _size_from(node: dict[str, Any]) -> torch.Size:
 
 
 def _enum_member(kind: type, prefix: str) -> Any:
-    def read(node: dict[str, Any]) -> Any:
+    def read(node: Mapping[str, Any]) -> Any:
         value = getattr(torch, str(node["name"]).removeprefix(prefix), None)
         if type(value) is not kind:
             raise ValueError(f"torch has no {kind.__name__} {node['name']!r:.100}")
@@ -26,7 +27,7 @@ def _enum_member(kind: type, prefix: str) -> Any:
     return read
 
 
-def _device_from(node: dict[str, Any]) -> torch.device:
+def _device_from(node: Mapping[str, Any]) -> torch.device:
     try:
         return torch.device(node["name"])
     except RuntimeError as error:

@@ -155,7 +155,8 @@ def _check_placements(tensor: DTensor, text: str) -> None:
     for placement in tensor.placements:
         if placement.is_partial():
             raise InvalidStateError(
-                f"{text!r}: the tensor is {placement}, a pending reduction; redistribute() it to Replicate or Shard first"
+                f"{text!r}: the tensor is {placement}, a pending reduction; "
+                "redistribute() it to Replicate or Shard first"
             )
         if not (placement.is_replicate() or placement.is_shard() or isinstance(placement, _StridedShard)):
             raise InvalidStateError(f"{text!r}: unsupported placement {placement}")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
-from crc32c import crc32c
 
 from cloudckpt.config import MIB, Config
 from cloudckpt.errors import CorruptChunkError, InterruptedTransferError, NotFoundError, StoreError
-from cloudckpt.format.codec import CHECKSUM_BYTES, Bytes1D, decompress
+from cloudckpt.format.codec import CHECKSUM_BYTES, Bytes1D, checksum, decompress
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.plan.reads import RangeRead
 from cloudckpt.store.base import Store
@@ -75,7 +75,7 @@ def download(
         finally:
             budget.release(held)
 
-    run_all((lambda r=read: fetch(r) for read in reads), num_threads=config.num_threads, cancel=cancel)
+    run_all((partial(fetch, read) for read in reads), num_threads=config.num_threads, cancel=cancel)
 
 
 def effective_read_bytes(config: Config) -> int:
@@ -188,7 +188,7 @@ class _RangeReader:
                 yield self._finish()
 
     def _take(self, data: Bytes1D) -> None:
-        self._crc32c = crc32c(data, self._crc32c)
+        self._crc32c = checksum(data, self._crc32c)
         offset = self._position - self._start
         if self._packed is None:
             self._sink.put(data, offset)

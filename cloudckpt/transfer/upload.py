@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-from crc32c import crc32c
 
 from cloudckpt.config import Config
 from cloudckpt.errors import InterruptedTransferError
-from cloudckpt.format.codec import Bytes1D, EncodedChunk, encode_chunk
+from cloudckpt.format.codec import Bytes1D, EncodedChunk, checksum, encode_chunk
 from cloudckpt.format.grid import Ints
 from cloudckpt.format.keys import pack_key, plain_root
 from cloudckpt.format.manifest import ObjectEntry
@@ -35,7 +35,11 @@ class ChunkWrite:
 
 @dataclass(frozen=True)
 class UploadJob:
-    """Everything that one rank writes. ``documents``: zarr.json by array, ``own_documents``: those to write if plain."""
+    """Everything that one rank writes.
+
+    ``documents``: the zarr.json of its arrays, by name. ``own_documents``: what it writes of them in the
+    plain layout, by key.
+    """
 
     attempt: str
     rank: int
@@ -103,7 +107,7 @@ class _Pack:
 
     def write(self, *buffers: Buffer) -> None:
         for data in buffers:
-            self.crc32c = crc32c(data, self.crc32c)
+            self.crc32c = checksum(data, self.crc32c)
             self.upload.write(data)
 
     def add_chunk(self, key: str, chunk: EncodedChunk) -> int:
@@ -168,7 +172,7 @@ def _upload_plain(
     def put(key: str, data: Buffer) -> int:
         key = f"{root}/{key}"
         store.put(key, data)
-        entry = ObjectEntry(key=key, nbytes=len(data), crc32c=crc32c(data), rank=job.rank)
+        entry = ObjectEntry(key=key, nbytes=len(data), crc32c=checksum(data), rank=job.rank)
         with lock:
             done.objects.append(entry)
             return len(done.objects) - 1
@@ -183,15 +187,12 @@ def _upload_plain(
             done.rows.append((write.chunk, number, 0, encoded.nbytes, encoded.crc32c))
         advance(write.nbytes)
 
+    def put_document(item: tuple[str, bytes]) -> None:
+        put(*item)
+
     def tasks() -> Iterator[Callable[[], None]]:
-        for write in job.writes:
-            yield lambda w=write: put_chunk(w)
-        for key, document in job.own_documents.items():
-            yield lambda k=key, d=document: _discard(put(k, d))
+        yield from (partial(put_chunk, write) for write in job.writes)
+        yield from (partial(put_document, item) for item in job.own_documents.items())
 
     run_all(tasks(), num_threads=config.num_threads, cancel=cancel)
     return done.receipt()
-
-
-def _discard(_: object) -> None:
-    return None

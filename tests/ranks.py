@@ -1,0 +1,101 @@
+"""Real processes that run a function as the ranks of one job, on gloo.
+
+Starting a Python with torch takes seconds, so the processes are kept and used again; every call
+sets up a new process group, with a rendezvous of its own.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+TIMEOUT_S = 100.0
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args, rank, world_size, port = pipe.recv()
+        except EOFError:
+            return
+        faulthandler.dump_traceback_later(TIMEOUT_S - 5, file=sys.__stderr__)
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"tcp://127.0.0.1:{port}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=TIMEOUT_S),
+            )
+            try:
+                answer = (True, function(*args))
+            finally:
+                dist.destroy_process_group()
+        except BaseException:  # noqa: BLE001  # the test process reports it
+            answer = (False, traceback.format_exc())
+        faulthandler.cancel_dump_traceback_later()
+        pipe.send(answer)
+
+
+class RankPool:
+    """``run(n, function, *args)`` calls a module-level function in n processes; returns what they return, by rank."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        while len(self._workers) < num_ranks:
+            self._workers.append(_start())
+        port = _free_port()
+        pipes = [pipe for _, pipe in self._workers[:num_ranks]]
+        for rank, pipe in enumerate(pipes):
+            pipe.send((function, args, rank, num_ranks, port))
+        answers = []
+        for rank, pipe in enumerate(pipes):
+            if not pipe.poll(TIMEOUT_S):
+                self.stop()
+                raise AssertionError(f"rank {rank} did not finish {function.__name__} within {TIMEOUT_S:g} s")
+            answers.append(pipe.recv())
+        failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [value for _, value in answers]
+
+    def stop(self) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            process.join(timeout=0.5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._workers.clear()
+
+
+def _start() -> tuple[Any, Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    # gloo would look up the host's name, which need not resolve.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
