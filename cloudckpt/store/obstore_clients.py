@@ -112,7 +112,8 @@ def _make_s3(bucket: str, given: S3Options, config: Config) -> Clients:
         "client_options": client_options,
     }
     if endpoint is not None:
-        arguments["endpoint"] = endpoint
+        # obstore prefers the variable AWS_ENDPOINT_URL_S3 to its own "endpoint".
+        arguments["endpoint"] = arguments["aws_endpoint_url_s3"] = endpoint
     if options.requester_pays:
         arguments["request_payer"] = True
     forget_credentials = _add_credentials(arguments, options)
@@ -144,10 +145,14 @@ def _add_credentials(arguments: dict[str, Any], options: S3Options) -> Callable[
         arguments["skip_signature"] = True
         return None
     if options.key is not None and options.secret is not None:
-        arguments["access_key_id"] = options.key
-        arguments["secret_access_key"] = options.secret
-        if options.token is not None:
-            arguments["session_token"] = options.token
+        # Not by obstore's own options: it would add AWS_SESSION_TOKEN, which goes with another key.
+        given = {
+            "access_key_id": options.key,
+            "secret_access_key": options.secret,
+            "token": options.token,
+            "expires_at": None,
+        }
+        arguments["credential_provider"] = lambda: given
         return None
     from cloudckpt.store.credentials import ChainCredentials
 

@@ -20,6 +20,7 @@ from cloudckpt.store.fallback import ClientMismatchError
 _STATUS = re.compile(r"\bstatus: (\d{3})\b")
 _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
 _MESSAGE = re.compile(r"<Message>\s*(.*?)\s*</Message>", re.DOTALL)
+_SYSTEM = re.compile(r'\bmessage: "([^"]+)"')
 _TRANSPORT = re.compile(r"\bkind: (Connect|Request|Timeout|Interrupted|Decode|Unknown)\b")
 
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
@@ -46,7 +47,13 @@ def facts(error: BaseException) -> Facts:
     code = _CODE.search(shown)
     message = _MESSAGE.search(shown)
     transport = _TRANSPORT.search(dump)
-    told = f"{status[1]} {code[1]}: {message[1] if message else ''}" if status and code else shown
+    system = _SYSTEM.findall(dump)
+    if status and code:
+        told = f"{status[1]} {code[1]}: {message[1] if message else ''}"
+    elif transport:
+        told = f"{shown} ({system[-1] if system else transport[1]})"
+    else:
+        told = shown
     return Facts(
         status=int(status[1]) if status else None,
         code=code[1] if code else None,

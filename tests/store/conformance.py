@@ -114,7 +114,7 @@ class StoreConformance:
     def test_missing_keys(self, store: Store):
         store.put("here", b"1")
         for key in ("missing", "folder/missing", "here/below"):
-            with pytest.raises(NotFoundError, match="missing|below"):
+            with pytest.raises(NotFoundError, match=r"missing|below"):
                 store.get(key)
             with pytest.raises(NotFoundError):
                 store.size(key)

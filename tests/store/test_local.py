@@ -170,8 +170,8 @@ def test_data_are_durable_before_they_are_visible(tmp_path: Path, monkeypatch):
     real_fsync, real_replace, real_link = os.fsync, Path.replace, os.link
 
     def fsync(descriptor: int) -> None:
-        name = os.readlink(f"/proc/self/fd/{descriptor}")
-        events.append(f"sync {'folder' if Path(name).is_dir() else 'file'}")
+        name = Path(f"/proc/self/fd/{descriptor}").readlink()
+        events.append(f"sync {'folder' if name.is_dir() else 'file'}")
         real_fsync(descriptor)
 
     def replace(self: Path, target: Path) -> Path:
