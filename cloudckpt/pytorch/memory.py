@@ -14,13 +14,7 @@ from cloudckpt.format.codec import Bytes1D
 Elements = npt.NDArray[Any]
 
 # One opaque numpy type per element size: bits are moved, never interpreted.
-_OPAQUE: dict[int, np.dtype[Any]] = {
-    1: np.dtype("u1"),
-    2: np.dtype("u2"),
-    4: np.dtype("u4"),
-    8: np.dtype("u8"),
-    16: np.dtype("V16"),
-}
+_OPAQUE: dict[int, np.dtype[Any]] = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)} | {16: np.dtype("V16")}
 
 
 def tensor_elements(tensor: torch.Tensor) -> Elements:
