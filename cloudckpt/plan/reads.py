@@ -113,7 +113,9 @@ def _touched(stored: StoredChunks, wants: Sequence[PieceTable]) -> tuple[Ints, I
     order = np.argsort(tensor, kind="stable")
     tensors, starts = np.unique(tensor[order], return_index=True)
     owners, chunks = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
-    for number, rows in zip(tensors.tolist(), np.split(order, starts[1:]), strict=True):
+    # Split always returns a part, also of nothing.
+    parts = np.split(order, starts[1:]) if len(order) else []
+    for number, rows in zip(tensors.tolist(), parts, strict=True):
         grid = stored.grids[number]
         n = len(grid.shape)
         boxes = bounds[rows]
