@@ -300,8 +300,10 @@ def _job(
     for chunk, tensor in zip(chunks.tolist(), tensors.tolist(), strict=True):
         grid = plan.grids[tensor]
         number = chunk - int(plan.first_chunks[tensor])
-        nbytes = int(grid.stored_elements[number]) * dtype(merged.leaves[tensor].dtype).itemsize
-        writes.append(ChunkWrite(chunk, names[tensor], chunk_key(names[tensor], grid.index(number)), nbytes))
+        kind = dtype(merged.leaves[tensor].dtype)
+        index = grid.index(number) + (0,) * len(kind.trailing)
+        nbytes = int(grid.stored_elements[number]) * kind.itemsize
+        writes.append(ChunkWrite(chunk, names[tensor], chunk_key(names[tensor], index), nbytes))
     documents = {
         names[t]: encode_document(array_document(merged.leaves[t].dtype, plan.grids[t], options.compression))
         for t in dict.fromkeys([*tensors.tolist(), *(_unowned(plan) if rank == 0 else ())])

@@ -21,6 +21,7 @@ _STEM_BYTES = MAX_NAME_BYTES - 1 - _DIGEST_HEX
 
 _STEP = re.compile(rf"step-([0-9]{{1,{_MAX_STEP_DIGITS}}})")
 _HASHED = re.compile(rf".*-[0-9a-fA-F]{{{_DIGEST_HEX}}}", re.DOTALL)
+_CHUNK = re.compile(r"(.+)/c((?:/(?:0|[1-9][0-9]{0,17}))*)")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _KEY_FAULTS = {
     "has a control character or a lone surrogate": re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]"),
@@ -66,6 +67,12 @@ def plain_root(attempt: str) -> str:
 def chunk_key(array_name: str, index: tuple[int, ...]) -> str:
     """The key of a chunk in a zarr v3 store with the default chunk key encoding."""
     return "/".join((array_name, "c", *map(str, index)))
+
+
+def parse_chunk_key(key: str) -> tuple[str, tuple[int, ...]] | None:
+    """The inverse of `chunk_key`; None for what is not the key of a chunk."""
+    match = _CHUNK.fullmatch(key)
+    return (match[1], tuple(map(int, match[2].split("/")[1:]))) if match else None
 
 
 def check_key(key: object) -> str:
