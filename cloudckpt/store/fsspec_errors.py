@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,11 +98,23 @@ def _translate(
         return StoreError(message, key=key, retryable=renew is not None and renew())
     if found.status is not None:
         passes = found.status in _PASSING_STATUSES or found.code in _PASSING_CODES
+    elif _is_untrusted(error):
+        passes = False
     else:
         passes = isinstance(error, (TimeoutError, ConnectionError, *transport_errors)) or (
             isinstance(error, OSError) and error.errno in _PASSING_ERRNOS
         )
     return StoreError(message, key=key, retryable=passes)
+
+
+def _is_untrusted(error: Exception) -> bool:
+    """Whether the server's certificate was refused; to every client that is a broken connection."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, ssl.SSLCertVerificationError):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
 
 
 def _text(error: Exception) -> str:

@@ -43,7 +43,8 @@ class ObstoreStore:
         self._config = config or Config()
         self._prefix = clean_prefix(prefix)
         self._url = mask(url)
-        self._clients = make_clients(scheme, bucket, storage_options or {}, self._config)
+        with translated("open", "", self._url, bucket=bucket):
+            self._clients = make_clients(scheme, bucket, storage_options or {}, self._config)
         self._counter = Counter()
         self._pid = os.getpid()
 

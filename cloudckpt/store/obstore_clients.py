@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from cloudckpt.config import Config
+from cloudckpt.config import MIB, Config
 from cloudckpt.store.paths import mask
 from cloudckpt.store.s3_options import S3Options, parse, with_boto3_chain
 
@@ -59,18 +59,25 @@ def make_clients(scheme: str, bucket: str, storage_options: Mapping[str, Any], c
     names = _GCS if scheme in ("gs", "gcs") else _AZURE
     options: dict[str, Any] = {names[name]: value for name, value in storage_options.items()}
     endpoint = str(options.get("endpoint") or "")
-    client_options = _client_options(config, allow_http=endpoint.startswith("http://"))
-    # obstore takes these two under the same names; only the class differs.
+    # obstore takes the same arguments for these two; only the class differs.
     make: Any = GCSStore if scheme in ("gs", "gcs") else AzureStore
-    single, upload = (
-        make(bucket, **options, client_options=client_options, retry_config=retry)
-        for retry in (_NO_RETRY, _part_retry(config))
+    allow_http = endpoint.startswith("http://")
+    single = make(
+        bucket, **options, client_options=_client_options(config, allow_http=allow_http), retry_config=_NO_RETRY
+    )
+    upload = make(
+        bucket,
+        **options,
+        client_options=_client_options(config, allow_http=allow_http, nbytes=config.part_bytes),
+        retry_config=_part_retry(config),
     )
     account = options.get("account_name") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
     return Clients(single, upload, bucket, f"{scheme}|{endpoint}|{account}|{bucket}")
 
 
 _NO_RETRY: RetryConfig = {"max_retries": 0}
+SLOWEST_BYTES_PER_S = MIB
+"""What one connection is thought to send at least, beyond the time that it may stall."""
 
 
 def _part_retry(config: Config) -> RetryConfig:
@@ -82,12 +89,13 @@ def _part_retry(config: Config) -> RetryConfig:
     }
 
 
-def _client_options(config: Config, *, allow_http: bool) -> ClientConfig:
-    stall = timedelta(seconds=config.request_timeout_s)
+def _client_options(config: Config, *, allow_http: bool = False, nbytes: int = 0) -> ClientConfig:
+    stall_s = config.request_timeout_s
     return {
         "allow_http": allow_http,
-        "connect_timeout": stall,
-        "read_timeout": stall,
+        "connect_timeout": timedelta(seconds=stall_s),
+        # While a body of ``nbytes`` is sent nothing is read, so this has to cover all of the sending.
+        "read_timeout": timedelta(seconds=stall_s + nbytes / SLOWEST_BYTES_PER_S),
         # For the whole request with its body: a slow one that moves is no failure.
         "timeout": timedelta(seconds=max(config.retry_deadline_s, 10 * config.request_timeout_s)),
     }
@@ -96,11 +104,11 @@ def _client_options(config: Config, *, allow_http: bool) -> ClientConfig:
 def _make_s3(bucket: str, given: S3Options, config: Config) -> Clients:
     options = with_boto3_chain(given)
     endpoint = _endpoint(bucket, options)
-    client_options = _client_options(config, allow_http=(endpoint or "").startswith("http://"))
+    tls: ClientConfig = {"allow_http": (endpoint or "").startswith("http://")}
     if options.verify is False:
-        client_options["allow_invalid_certificates"] = True
+        tls["allow_invalid_certificates"] = True
     elif isinstance(options.verify, str):
-        client_options["root_certificate"] = Path(options.verify).read_bytes()
+        tls["root_certificate"] = Path(options.verify).read_bytes()
     arguments: dict[str, Any] = {
         "region": options.region or "us-east-1",
         "virtual_hosted_style_request": options.addressing_style == "virtual",
@@ -109,7 +117,6 @@ def _make_s3(bucket: str, given: S3Options, config: Config) -> Clients:
         "unsigned_payload": not options.payload_signing,
         # DeleteObjects is not the same everywhere: JuiceFS' gateway and others refuse obstore's.
         "disable_bulk_delete": True,
-        "client_options": client_options,
     }
     if endpoint is not None:
         # obstore prefers the variable AWS_ENDPOINT_URL_S3 to its own "endpoint".
@@ -118,8 +125,13 @@ def _make_s3(bucket: str, given: S3Options, config: Config) -> Clients:
         arguments["request_payer"] = True
     forget_credentials = _add_credentials(arguments, options)
     return Clients(
-        single=S3Store(bucket, retry_config=_NO_RETRY, **arguments),
-        upload=S3Store(bucket, retry_config=_part_retry(config), **arguments),
+        single=S3Store(bucket, retry_config=_NO_RETRY, client_options={**_client_options(config), **tls}, **arguments),
+        upload=S3Store(
+            bucket,
+            retry_config=_part_retry(config),
+            client_options={**_client_options(config, nbytes=config.part_bytes), **tls},
+            **arguments,
+        ),
         bucket=bucket,
         identity=f"s3|{mask(endpoint or '')}|{bucket}",
         forget_credentials=forget_credentials,

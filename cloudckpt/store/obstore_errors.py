@@ -12,7 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError, NotSupportedError
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    InvalidPathError,
+    NotSupportedError,
+    UnknownConfigurationKeyError,
+)
 
 from cloudckpt.errors import CloudckptError, InvalidStateError, NotFoundError, StoreError
 from cloudckpt.store.fallback import ClientMismatchError
@@ -20,6 +26,7 @@ from cloudckpt.store.fallback import ClientMismatchError
 _STATUS = re.compile(r"\bstatus: (\d{3})\b")
 _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
 _MESSAGE = re.compile(r"<Message>\s*(.*?)\s*</Message>", re.DOTALL)
+_CERTIFICATE = re.compile(r"\bInvalidCertificate\(\s*(\w+)")
 _SYSTEM = re.compile(r'\bmessage: "([^"]+)"')
 _TRANSPORT = re.compile(r"\bkind: (Connect|Request|Timeout|Interrupted|Decode|Unknown)\b")
 
@@ -39,6 +46,8 @@ class Facts:
     not_partial: bool
     """A ranged GET was answered with the whole object."""
     redirected: bool
+    untrusted: bool
+    """The server's certificate was refused."""
 
 
 def facts(error: BaseException) -> Facts:
@@ -47,9 +56,12 @@ def facts(error: BaseException) -> Facts:
     code = _CODE.search(shown)
     message = _MESSAGE.search(shown)
     transport = _TRANSPORT.search(dump)
+    refused = _CERTIFICATE.search(dump)
     system = _SYSTEM.findall(dump)
     if status and code:
         told = f"{status[1]} {code[1]}: {message[1] if message else ''}"
+    elif refused:
+        told = f"{shown} (the server's certificate was refused: {refused[1]})"
     elif transport:
         told = f"{shown} ({system[-1] if system else transport[1]})"
     else:
@@ -60,6 +72,7 @@ def facts(error: BaseException) -> Facts:
         text=" ".join(told.split()),
         transport=transport[1] if transport else None,
         not_partial="NotPartial" in dump,
+        untrusted=refused is not None,
         redirected="BareRedirect" in dump or (status is not None and status[1] in ("301", "307")),
     )
 
@@ -90,6 +103,8 @@ def _translate(
         return InvalidStateError(message)
     if isinstance(error, NotSupportedError) or found.not_partial or found.redirected:
         return ClientMismatchError(message, key=key)
+    if isinstance(error, UnknownConfigurationKeyError) or (verb == "open" and not isinstance(error, OSError)):
+        return InvalidStateError(message)
     if found.code in _EXPIRED:
         if forget_credentials is not None:
             forget_credentials()
@@ -103,4 +118,4 @@ def _passes(error: Exception, found: Facts) -> bool:
         return found.status == 409
     if found.status is not None:
         return found.status in _PASSING_STATUSES or found.code in _PASSING_CODES
-    return found.transport is not None or isinstance(error, TimeoutError)
+    return found.transport is not None and not found.untrusted

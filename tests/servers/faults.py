@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.server
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -74,7 +75,7 @@ class FaultyS3:
 
     bucket = "bkt"
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.objects: dict[str, bytes] = {}
         self.modified: dict[str, float] = {}
         self.uploads: dict[str, dict[int, bytes]] = {}
@@ -86,11 +87,15 @@ class FaultyS3:
         self.stopping = threading.Event()
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
+        self._scheme = "https" if tls else "http"
+        if tls:
+            # Handshakes in the handlers' threads: one that fails must not hold up the rest.
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
 
     @property
     def endpoint_url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
+        return f"{self._scheme}://127.0.0.1:{self._server.server_port}"
 
     @property
     def storage_options(self) -> dict[str, Any]:
@@ -230,7 +235,7 @@ def _handler(server: FaultyS3) -> type[http.server.BaseHTTPRequestHandler]:
         def handle_one_request(self) -> None:
             try:
                 super().handle_one_request()
-            except (ConnectionError, TimeoutError):
+            except OSError:  # the client went away, or refused our certificate
                 self.close_connection = True
 
         def handle_all(self) -> None:
@@ -282,8 +287,8 @@ def _handler(server: FaultyS3) -> type[http.server.BaseHTTPRequestHandler]:
 
 
 @contextmanager
-def faulty_s3() -> Iterator[FaultyS3]:
-    server = FaultyS3()
+def faulty_s3(tls: ssl.SSLContext | None = None) -> Iterator[FaultyS3]:
+    server = FaultyS3(tls)
     server.start()
     try:
         yield server

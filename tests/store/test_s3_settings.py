@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import ipaddress
 import re
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from cloudckpt.config import Config
 from cloudckpt.errors import NotFoundError, StoreError
@@ -220,3 +227,58 @@ def test_a_ca_bundle_and_the_s3_section_come_from_the_chain(tmp_path: Path, monk
     monkeypatch.setenv("AWS_REGION", "r-2")
     found = with_boto3_chain(S3Options())
     assert (found.verify, found.addressing_style, found.region) == ("/ca.pem", "virtual", "r-2")
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A private CA's certificate for 127.0.0.1, and its key beside it."""
+    folder = tmp_path_factory.mktemp("tls")
+    day, key = dt.timedelta(days=1), ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
+    built = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(dt.datetime.now(dt.UTC) - day)
+        .not_valid_after(dt.datetime.now(dt.UTC) + day)
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    plain = serialization.NoEncryption()
+    (folder / "ca.pem").write_bytes(built.public_bytes(serialization.Encoding.PEM))
+    (folder / "key.pem").write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+    )
+    return folder / "ca.pem"
+
+
+@pytest.fixture
+def tls_server(certificate: Path) -> Iterator[FaultyS3]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, certificate.with_name("key.pem"))
+    with faulty_s3(context) as running:
+        yield running
+
+
+@pytest.mark.parametrize("how", ["option", "variable", "off"])
+def test_a_private_ca(tls_server: FaultyS3, certificate: Path, monkeypatch, config, opened, how: str):
+    options = dict(tls_server.storage_options)
+    if how == "option":
+        options["client_kwargs"] = {"verify": str(certificate)}
+    elif how == "off":
+        options["client_kwargs"] = {"verify": False}
+    else:
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
+    opened.append(resolve("s3://bkt/run", options, config))
+    opened[0].put("key", b"1")
+    assert opened[0].get("key") == b"1"
+
+
+def test_an_unknown_certificate_is_refused_without_retries(tls_server: FaultyS3, config, opened):
+    opened.append(resolve("s3://bkt/run", tls_server.storage_options, config))
+    with pytest.raises(StoreError, match=r"(?i)certificate") as caught:
+        opened[0].get("key")
+    assert not caught.value.retryable
+    assert tls_server.requests == []
