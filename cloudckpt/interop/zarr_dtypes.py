@@ -1,6 +1,6 @@
 """zarr data types for bfloat16 and the float8 family, with the numpy types of ml_dtypes.
 
-zarr finds them through the entry points ``zarr.data_type`` wherever cloudckpt is installed.
+zarr finds them by entry points wherever cloudckpt is installed. Importing this module registers them too.
 """
 
 from __future__ import annotations
@@ -12,9 +12,21 @@ from typing import Any, ClassVar, Self
 
 import ml_dtypes
 import numpy as np
+from zarr.core.buffer.cpu import Buffer
 from zarr.core.dtype.common import DTypeJSON, HasEndianness, HasItemSize  # the bytes codec asks for these two
 from zarr.core.dtype.wrapper import TBaseDType
 from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
+
+__all__ = [
+    "ALL",
+    "BFloat16",
+    "Buffer",
+    "Float8E4M3FN",
+    "Float8E4M3FNUZ",
+    "Float8E5M2",
+    "Float8E5M2FNUZ",
+    "Float8E8M0FNU",
+]
 
 _HEX = re.compile(r"0x[0-9a-fA-F]+")
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -156,8 +168,12 @@ ALL: tuple[type[_Float], ...] = (
 )
 
 
-def register() -> None:
-    """For processes whose zarr did not find the entry points (a source tree on the path, a frozen program)."""
+def _register() -> None:
     for kind in ALL:
         if kind._zarr_v3_name not in data_type_registry.contents:
             data_type_registry.register(kind._zarr_v3_name, kind)
+
+
+# zarr 3.1 and 3.2 collect data types from entry points but never load them. They do load buffer classes
+# from entry points, and before they read any metadata: `Buffer`, zarr's own, is there to import this module.
+_register()

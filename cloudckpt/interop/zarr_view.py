@@ -29,7 +29,7 @@ from cloudckpt.format.grid import Grid
 from cloudckpt.format.keys import chunk_key, parse_chunk_key
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.zarr_json import array_document, encode_document, group_document
-from cloudckpt.interop import zarr_dtypes
+from cloudckpt.interop import zarr_dtypes  # noqa: F401  # registers the data types
 from cloudckpt.plan.reads import StoredChunks, plan_load
 from cloudckpt.plan.shard import PieceTable
 from cloudckpt.store.base import byte_view
@@ -52,7 +52,6 @@ def open_zarr(
     that is absent or damaged raises CorruptChunkError. An irregular grid is shown as a regular one,
     whose chunks have the largest extent along each dim. ``group.store.close()`` gives connections back.
     """
-    zarr_dtypes.register()
     checkpoint = open_checkpoint(url, storage_options=storage_options, config=config)
     return zarr.open_group(CheckpointStore(checkpoint, config or Config()), mode="r", zarr_format=3)
 
