@@ -46,6 +46,7 @@ class Bench:
     specs: list[TensorSpec]
     console: Console
     samples: list[Sample] = field(default_factory=list)
+    failed: set[str] = field(default_factory=set)
 
     def turn(self, name: str, repeat: int) -> None:
         """One peer saves, and loads in every layout. A failure ends its turn, not the run."""
@@ -63,7 +64,7 @@ class Bench:
                     self.warm_up(pool, name)
                     self.measure(pool, name, repeat, "load", "columns", place)
         except TaskError as error:
-            self.console.print(f"[red]{name} failed[/]: {error}", markup=True, highlight=False)
+            self.fail(name, error)
         finally:
             self.clear()
 
@@ -76,9 +77,13 @@ class Bench:
                 task = Task(name, "save", "rows", place, small(NUM_SMALL))
                 self.record(pool, task, 0, f"save {NUM_SMALL} small")
         except TaskError as error:
-            self.console.print(f"[red]{name} failed[/]: {error}", highlight=False)
+            self.fail(name, error)
         finally:
             self.clear()
+
+    def fail(self, name: str, error: TaskError) -> None:
+        self.failed.add(name)
+        self.console.print(f"{name} failed: {error}", style="red", markup=False, highlight=False)
 
     def warm_up(self, pool: Pool, name: str) -> None:
         place = self.place(name, f"warm-up-{time.time_ns()}")
@@ -189,7 +194,9 @@ def main() -> int:
     print_report(console, bench.samples, plans, results)
     write_json(args.json, bench.samples, plans, results, mib=args.mib, procs=args.procs)
     console.print(f"figures: {args.json}")
-    return 0
+    if bench.failed:
+        console.print(f"failed: {', '.join(sorted(bench.failed))}", style="red")
+    return 1 if bench.failed else 0
 
 
 if __name__ == "__main__":
