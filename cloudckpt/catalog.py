@@ -108,7 +108,8 @@ def _hint_at_steps(store: Store) -> str:
 class StepEntry:
     """One directory of a run that is named like a step. ``manifest`` is None if it is not committed.
 
-    ``nbytes`` of an uncommitted one is what its objects hold so far; ``fault`` is set for a manifest that cannot be read.
+    ``nbytes`` of an uncommitted one is what its objects hold so far; ``fault`` is set for a manifest
+    that cannot be read.
     """
 
     step: int

@@ -20,7 +20,7 @@ def start_progress(progress: Progress, title: str, total: int, *, show: bool) ->
         with _bar(title, total) as advance:
             yield advance
     else:
-        yield lambda nbytes: None
+        yield lambda _: None
 
 
 def _counting(report: Callable[[int, int], None], total: int) -> Advance:
