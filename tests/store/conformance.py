@@ -68,26 +68,27 @@ class StoreConformance:
     def store(self, open_store: Callable[[], Store]) -> Store:
         return open_store()
 
-    @pytest.mark.parametrize("nbytes", [0, 1, 1000, 3 * MIB])
-    def test_put_then_read_back(self, store: Store, nbytes: int):
-        data = pattern(nbytes)
-        store.put("folder/object", data)
-        assert store.get("folder/object") == data
-        assert store.size("folder/object") == nbytes
-        assert read(store, "folder/object", 0, nbytes) == data
+    def test_put_then_read_back(self, store: Store):
+        for nbytes in (0, 1, 1000, 3 * MIB):
+            data = pattern(nbytes)
+            store.put("folder/object", data)
+            assert store.get("folder/object") == data
+            assert store.size("folder/object") == nbytes
+            assert read(store, "folder/object", 0, nbytes) == data
 
-    @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda b: np.frombuffer(b, np.uint8)])
-    @pytest.mark.parametrize("nbytes", [0, 100])
-    def test_every_kind_of_buffer_is_taken(self, store: Store, kind, nbytes: int):
-        data = pattern(nbytes)
-        store.put("put", kind(data))
-        assert store.put_if_absent("created", kind(data))
-        upload = store.open_upload("uploaded")
-        upload.write(kind(data))
-        upload.write(kind(b""))
-        upload.write(kind(data))
-        upload.close()
-        assert (store.get("put"), store.get("created"), store.get("uploaded")) == (data, data, data + data)
+    def test_every_kind_of_buffer_is_taken(self, store: Store):
+        for kind in (bytes, bytearray, memoryview, lambda data: np.frombuffer(data, np.uint8)):
+            for nbytes in (0, 100):
+                data = pattern(nbytes)
+                store.put("put", kind(data))
+                assert store.put_if_absent("created", kind(data))
+                upload = store.open_upload("uploaded")
+                upload.write(kind(data))
+                upload.write(kind(b""))
+                upload.write(kind(data))
+                upload.close()
+                assert (store.get("put"), store.get("created"), store.get("uploaded")) == (data, data, data + data)
+                store.delete(["created"])
 
     def test_put_replaces(self, store: Store):
         store.put("key", b"a longer value")
@@ -95,21 +96,19 @@ class StoreConformance:
         assert store.get("key") == b"short"
         assert store.size("key") == 5
 
-    @pytest.mark.parametrize(
-        ("byte_offset", "nbytes"), [(0, 1), (0, 0), (999_999, 1), (1_000_000, 0), (123_457, 654_321), (0, 1_000_000)]
-    )
-    def test_ranges(self, store: Store, byte_offset: int, nbytes: int):
+    def test_ranges(self, store: Store):
         data = pattern(1_000_000)
         store.put("key", data)
-        assert read(store, "key", byte_offset, nbytes) == data[byte_offset : byte_offset + nbytes]
+        for start, nbytes in [(0, 1), (0, 0), (999_999, 1), (1_000_000, 0), (123_457, 654_321), (0, 1_000_000)]:
+            assert read(store, "key", start, nbytes) == data[start : start + nbytes]
 
-    @pytest.mark.parametrize(("byte_offset", "nbytes"), [(0, 11), (5, 6), (10, 1), (50, 1), (11, 0)])
-    def test_a_range_past_the_end_is_an_error(self, store: Store, byte_offset: int, nbytes: int):
+    def test_a_range_past_the_end_is_an_error(self, store: Store):
         store.put("key", b"0123456789")
-        with pytest.raises(StoreError, match=r"key.* ends at byte 10") as caught:
-            read(store, "key", byte_offset, nbytes)
-        assert caught.value.key == "key"
-        assert not caught.value.retryable
+        for start, nbytes in [(0, 11), (5, 6), (10, 1), (50, 1), (11, 0)]:
+            with pytest.raises(StoreError, match=r"key.* ends at byte 10") as caught:
+                read(store, "key", start, nbytes)
+            assert caught.value.key == "key"
+            assert not caught.value.retryable
 
     def test_missing_keys(self, store: Store):
         store.put("here", b"1")
@@ -130,34 +129,35 @@ class StoreConformance:
         with pytest.raises(NotFoundError):
             store.size("folder")
 
-    @pytest.mark.parametrize("key", ODD_KEYS)
-    def test_odd_keys(self, store: Store, key: str):
-        store.put(key, b"value")
-        assert store.get(key) == b"value"
-        assert store.size(key) == 5
-        assert read(store, key, 1, 3) == b"alu"
-        assert keys(store) == [key]
-        if "/" in key:
-            parent = key.rpartition("/")[0]
-            assert keys(store, parent) == [key]
-            assert list(store.common_prefixes("")) == [key.partition("/")[0]]
-        assert not store.put_if_absent(key, b"other")
-        assert store.delete([key]) == {}
-        assert keys(store) == []
+    def test_odd_keys(self, store: Store):
+        for key in ODD_KEYS:
+            store.put(key, b"value")
+            assert store.get(key) == b"value"
+            assert store.size(key) == 5
+            assert read(store, key, 1, 3) == b"alu"
+            assert keys(store) == [key]
+            if "/" in key:
+                parent = key.rpartition("/")[0]
+                assert keys(store, parent) == [key]
+                assert list(store.common_prefixes("")) == [key.partition("/")[0]]
+            assert not store.put_if_absent(key, b"other")
+            assert store.delete([key]) == {}
+            assert keys(store) == []
 
-    @pytest.mark.parametrize("key", ["", "/a", "a/", "a//b", "../a", "a/../b", ".", "a\0b"])
-    def test_keys_that_leave_the_root_are_refused(self, store: Store, key: str):
-        for call in (
-            lambda: store.put(key, b"1"),
-            lambda: store.get(key),
-            lambda: store.size(key),
-            lambda: store.open_upload(key),
-            lambda: store.put_if_absent(key, b"1"),
-            lambda: store.delete([key]),
-            lambda: read(store, key, 0, 1),
-        ):
-            with pytest.raises(InvalidStateError):
-                call()
+    def test_keys_that_leave_the_root_are_refused(self, store: Store):
+        calls = [
+            store.get,
+            store.size,
+            store.open_upload,
+            lambda key: store.put(key, b"1"),
+            lambda key: store.put_if_absent(key, b"1"),
+            lambda key: store.delete([key]),
+            lambda key: read(store, key, 0, 1),
+        ]
+        for key in ("", "/a", "a/", "a//b", "../a", "a/../b", ".", "a\0b"):
+            for call in calls:
+                with pytest.raises(InvalidStateError):
+                    call(key)
 
     def test_list_takes_whole_path_parts(self, store: Store):
         for key in ("a/b", "a/c/d", "ab/c", "a.txt", "z"):
@@ -192,7 +192,7 @@ class StoreConformance:
         assert store.get("folder/manifest") == b"third"
 
     def test_exactly_one_of_many_threads_wins(self, open_store: Callable[[], Store]):
-        stores = [open_store() for _ in range(8)]
+        stores = [open_store() for _ in range(4)]
         barrier = threading.Barrier(len(stores))
         won: list[int] = []
 
@@ -236,34 +236,35 @@ class StoreConformance:
         assert keys(ours, "step-1") == ["step-1/a", "step-1/manifest"]
         assert list(ours.common_prefixes("")) == ["step-1", "step-2"]
 
-    @pytest.mark.parametrize("nbytes", [0, 1, 5 * MIB, 5 * MIB + 1, 23 * MIB])
-    def test_uploads(self, store: Store, nbytes: int):
-        data = pattern(nbytes)
-        upload = store.open_upload("folder/pack", nbytes_hint=nbytes)
-        view = memoryview(data)
-        for start in range(0, nbytes, 3 * MIB + 17):
-            upload.write(view[start : start + 3 * MIB + 17])
-        assert keys(store) == []
-        upload.close()
-        upload.close()
-        upload.abort()
-        assert store.size("folder/pack") == nbytes
-        assert read(store, "folder/pack", 0, nbytes) == data
-        assert keys(store) == ["folder/pack"]
+    def test_uploads(self, store: Store):
+        for nbytes in (0, 1, 5 * MIB, 5 * MIB + 1, 23 * MIB):
+            data = pattern(nbytes)
+            upload = store.open_upload("folder/pack", nbytes_hint=nbytes)
+            view = memoryview(data)
+            for start in range(0, nbytes, 3 * MIB + 17):
+                upload.write(view[start : start + 3 * MIB + 17])
+            assert keys(store) == []
+            upload.close()
+            upload.close()
+            upload.abort()
+            assert store.size("folder/pack") == nbytes
+            assert read(store, "folder/pack", 0, nbytes) == data
+            assert keys(store) == ["folder/pack"]
+            store.delete(["folder/pack"])
 
-    @pytest.mark.parametrize("nbytes", [0, 100, 12 * MIB])
-    def test_an_aborted_upload_leaves_nothing(self, store: Store, nbytes: int):
+    def test_an_aborted_upload_leaves_nothing(self, store: Store):
         store.put("folder/key", b"older")
-        upload = store.open_upload("folder/key")
-        upload.write(bytes(nbytes))
-        upload.abort()
-        upload.abort()
-        with pytest.raises(StoreError):
-            upload.write(b"more")
-        upload.close()
-        assert keys(store) == ["folder/key"]
-        assert store.get("folder/key") == b"older"
-        self.check_no_leftovers(store)
+        for nbytes in (0, 100, 12 * MIB):
+            upload = store.open_upload("folder/key")
+            upload.write(bytes(nbytes))
+            upload.abort()
+            upload.abort()
+            with pytest.raises(StoreError):
+                upload.write(b"more")
+            upload.close()
+            assert keys(store) == ["folder/key"]
+            assert store.get("folder/key") == b"older"
+            self.check_no_leftovers(store)
 
     def check_no_leftovers(self, store: Store) -> None:
         """Where a store can leave more behind than objects, its subclass looks for it."""
