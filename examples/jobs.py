@@ -125,7 +125,7 @@ def transfers(told: dict[str, dict[str, Any]]) -> Table:
         table.add_column(column, justify="right")
     for name, answer in told.items():
         if save := answer.get("save"):
-            counts = [str(save[name]) for name in ("num_chunks", "num_objects", "num_requests")]
+            counts = [str(save[count]) for count in ("num_chunks", "num_objects", "num_requests")]
             table.add_row(name, "save", str(save["step"]), *speed(save["nbytes"], save["wall_s"]), *counts)
         if load := answer.get("load"):
             transfer = speed(load["bytes_fetched"], sum(load["seconds"].values()))
