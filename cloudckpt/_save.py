@@ -17,6 +17,7 @@ from cloudckpt import catalog
 from cloudckpt.config import Config
 from cloudckpt.errors import CloudckptError, InvalidStateError, RankError, StoreError
 from cloudckpt.format import values as plain
+from cloudckpt.format.codec import Bytes1D
 from cloudckpt.format.dtypes import dtype
 from cloudckpt.format.keys import chunk_key, new_attempt
 from cloudckpt.format.manifest import (
@@ -36,6 +37,7 @@ from cloudckpt.plan.writes import SavePlan, plan_save
 from cloudckpt.progress import Progress, start_progress
 from cloudckpt.pytorch.digest import Digests, compare_digests, shard_digests
 from cloudckpt.pytorch.group import Group, make_group
+from cloudckpt.pytorch.scratch import Scratch
 from cloudckpt.pytorch.shards import LocalShard
 from cloudckpt.pytorch.state import RankState, encode_state, piece_table
 from cloudckpt.store.base import Store
@@ -237,11 +239,12 @@ def _write(
         digests = shard_digests({i: state.shards[i] for i in assignment.checked if i in state.shards})
         job, shards = _job(assignment, state, options, ranks.rank)
         total = sum(write.nbytes for write in job.writes)
+        scratch = Scratch()
         with start_progress(progress, "save", total, show=ranks.rank == 0) as advance:
             receipt = upload(
                 store,
                 job,
-                lambda write: _read_chunk(assignment, shards, write),
+                lambda write: _read_chunk(assignment, shards, write, scratch),
                 layout=options.layout,
                 config=config,
                 cancel=ranks.cancel,
@@ -330,12 +333,14 @@ def _first_owned(plan: SavePlan, rank: int) -> list[int]:
     ]
 
 
-def _read_chunk(assignment: _Assignment, shards: Mapping[int, LocalShard], write: ChunkWrite) -> Any:
+def _read_chunk(
+    assignment: _Assignment, shards: Mapping[int, LocalShard], write: ChunkWrite, scratch: Scratch
+) -> Bytes1D:
     plan = assignment.plan
     tensor = int(np.searchsorted(plan.first_chunks, write.chunk, side="right")) - 1
     number = write.chunk - int(plan.first_chunks[tensor])
     grid = plan.grids[tensor]
-    return shards[tensor].read(grid.box(number), grid.stored_shape(number))
+    return shards[tensor].read(grid.box(number), grid.stored_shape(number), scratch)
 
 
 def _manifest(

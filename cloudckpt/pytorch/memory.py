@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from cloudckpt.format.box import Box
 from cloudckpt.format.codec import Bytes1D
+from cloudckpt.pytorch.scratch import Scratch
 
 Elements = npt.NDArray[Any]
 
@@ -43,11 +45,14 @@ def array_bytes(array: npt.NDArray[Any]) -> Elements:
     return array[..., None].view(np.uint8)
 
 
-def chunk_bytes(elements: Elements, box: Box, stored_shape: tuple[int, ...]) -> Bytes1D:
+def chunk_bytes(elements: Elements, box: Box, stored_shape: tuple[int, ...], scratch: Scratch) -> Bytes1D:
     """The bytes of ``elements[box]`` in C order, zero-padded to ``stored_shape``; no copy where memory allows."""
     part = elements[box.slices]
+    if part.shape == stored_shape and part.flags.c_contiguous:
+        return part.reshape(-1).view(np.uint8)
+    gathered = scratch.take(math.prod(stored_shape) * elements.dtype.itemsize)
+    whole = gathered.view(elements.dtype).reshape(stored_shape)
     if part.shape != stored_shape:
-        padded = np.zeros(stored_shape, dtype=elements.dtype)
-        padded[tuple(slice(0, n) for n in part.shape)] = part
-        part = padded
-    return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        whole[...] = np.zeros((), dtype=elements.dtype)
+    whole[tuple(slice(0, n) for n in part.shape)] = part
+    return gathered

@@ -12,6 +12,7 @@ from cloudckpt.errors import FormatError, InvalidStateError
 from cloudckpt.format import values
 from cloudckpt.format.dtypes import DTYPES, numpy_dtype
 from cloudckpt.format.scalars import pack_bytes, unpack_bytes
+from cloudckpt.pytorch.scratch import Scratch
 from cloudckpt.pytorch.shards import ndarray_shard, tensor_shard
 
 
@@ -67,7 +68,7 @@ def _encode_inline(path: values.Path, obj: Any) -> values.Node:
     else:
         return None
     box = shard.pieces[0].box
-    return {"$": "inline", **kind, **pack_bytes(shard.read(box, box.shape).tobytes())}
+    return {"$": "inline", **kind, **pack_bytes(shard.read(box, box.shape, Scratch()).tobytes())}
 
 
 def _decode_inline(node: dict[str, Any]) -> Any:

@@ -19,6 +19,7 @@ from cloudckpt.format.dtypes import DTYPES, QUANTISED, from_numpy, numpy_name
 from cloudckpt.format.manifest import MeshEntry
 from cloudckpt.plan.shard import DimShard, PieceBox, Runs, dim_runs, nested_runs, pieces_from_runs
 from cloudckpt.pytorch.memory import Elements, array_bytes, array_elements, chunk_bytes, tensor_elements
+from cloudckpt.pytorch.scratch import Scratch
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,14 +63,14 @@ class LocalShard:
         layout = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         return (tensor.untyped_storage().data_ptr(), layout, self.dtype, self.shape, self.pieces)
 
-    def read(self, box: Box, stored_shape: tuple[int, ...]) -> Bytes1D:
+    def read(self, box: Box, stored_shape: tuple[int, ...], scratch: Scratch) -> Bytes1D:
         """The bytes of a global box that lies in one piece, in C order, padded with zeros to ``stored_shape``."""
         local = self.local_box(box)
         if self.on_host:
-            return chunk_bytes(self.elements, local, stored_shape)
+            return chunk_bytes(self.elements, local, stored_shape, scratch)
         assert isinstance(self.memory, torch.Tensor)
         part = self.memory[local.slices].contiguous().cpu()
-        return chunk_bytes(tensor_elements(part), Box((0,) * part.dim(), tuple(part.shape)), stored_shape)
+        return chunk_bytes(tensor_elements(part), Box((0,) * part.dim(), tuple(part.shape)), stored_shape, scratch)
 
     def local_box(self, box: Box) -> Box:
         for piece in self.pieces:
