@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.ranks import RankPool
+from tests.ranks import RankPool
 from tests.servers.juicefs import start_juicefs
 from tests.servers.moto import start_moto
 from tests.servers.process import S3Server
@@ -23,6 +25,22 @@ def moto_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     server = start_moto(tmp_path_factory.mktemp("moto"))
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Real processes for ``ranks.run(n, function, *args)``; they are kept for all tests."""
+    pool = RankPool()
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Processes to run functions in, on gloo."""
+    pool = RankPool()
+    yield pool
+    pool.stop()
 
 
 @pytest.fixture(autouse=True)
