@@ -46,8 +46,12 @@ class Placeholder:
     """Stands in a tree for a value that cannot be shown: a pickle, or a type of torch's while torch is not imported."""
 
     tag: str
-    node: str = field(repr=False)
+    node: str
     """The stored JSON."""
+
+    def __repr__(self) -> str:
+        shown = {k: v for k, v in msgspec.json.decode(self.node).items() if k not in ("$", "base64")}
+        return f"<{self.tag}{''.join(f' {key}={value}' for key, value in shown.items())}>"
 
 
 class Arrays(Mapping[str, ArrayInfo]):

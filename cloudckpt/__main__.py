@@ -1,0 +1,5 @@
+"""``python -m cloudckpt``."""
+
+from cloudckpt.cli import main
+
+main()
