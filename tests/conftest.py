@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.ranks import RankPool
-from tests.ranks import RankPool
 from tests.servers.juicefs import start_juicefs
 from tests.servers.moto import start_moto
 from tests.servers.process import S3Server
@@ -30,14 +29,6 @@ def moto_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Real processes for ``ranks.run(n, function, *args)``; they are kept for all tests."""
-    pool = RankPool()
-    yield pool
-    pool.stop()
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
-    """Processes to run functions in, on gloo."""
     pool = RankPool()
     yield pool
     pool.stop()
