@@ -136,6 +136,10 @@ class FsspecStore:
         def size() -> int:
             self._counter.add(others=1)
             filesystem = self._fs
+            if self._is_s3:
+                from cloudckpt.store.fsspec_s3 import head_size
+
+                return head_size(filesystem, path)
             filesystem.invalidate_cache(path)
             found = filesystem.info(path)
             if found["type"] != "file":
@@ -149,11 +153,7 @@ class FsspecStore:
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         # Where the server ignores the condition, this check is all there is.
-        try:
-            self.size(key)
-        except NotFoundError:
-            return self._create(key, data)
-        return False
+        return not self._is_seen(key) and self._create(key, data)
 
     def honours_conditions(self) -> bool:
         if not self._is_object_store:
@@ -280,6 +280,18 @@ class FsspecStore:
             self._fs.pipe_file(path, body, **options, **chunking)
 
         self._call("write", key, put)
+
+    def _is_seen(self, key: str) -> bool:
+        try:
+            self.size(key)
+        except NotFoundError:
+            return False
+        except StoreError as error:
+            # S3 answers so for absent objects too, if one may not list the bucket.
+            if facts(error).status != 403:
+                raise
+            return False
+        return True
 
     def _create(self, key: str, data: Buffer) -> bool:
         try:

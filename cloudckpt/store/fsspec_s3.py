@@ -58,6 +58,13 @@ def make_filesystem(storage_options: Mapping[str, Any], config: Config) -> Abstr
     return filesystem
 
 
+def head_size(filesystem: AbstractFileSystem, path: str) -> int:
+    """Of the object itself; s3fs' ``info`` lists the bucket as well if there is no such object."""
+    bucket, name, _ = filesystem.split_path(path)
+    answer = filesystem.call_s3("head_object", Bucket=bucket, Key=name)
+    return int(answer["ContentLength"])
+
+
 def close_session(filesystem: AbstractFileSystem) -> None:
     if getattr(filesystem, "_s3", None) is not None:
         filesystem.close_session(filesystem.loop, filesystem._s3creator)

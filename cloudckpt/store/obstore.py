@@ -17,7 +17,7 @@ from cloudckpt.store import probe
 from cloudckpt.store.base import Buffer, ObjectInfo, RequestCounts, Upload, byte_view
 from cloudckpt.store.counts import Counter
 from cloudckpt.store.obstore_clients import make_clients
-from cloudckpt.store.obstore_errors import facts, translated
+from cloudckpt.store.obstore_errors import NoBucketError, facts, translated
 from cloudckpt.store.obstore_upload import ObstoreUpload
 from cloudckpt.store.parts import part_size
 from cloudckpt.store.paths import check_key, clean_prefix, join, mask, scheme_of
@@ -108,11 +108,7 @@ class ObstoreStore:
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         # Where the server ignores the condition, this check is all there is.
-        try:
-            self._head(key)
-        except NotFoundError:
-            return self._create(key, data)
-        return False
+        return not self._is_seen(key) and self._create(key, data)
 
     def honours_conditions(self) -> bool:
         return probe.honours_conditions(self._create, self.delete, self._clients.identity)
@@ -171,12 +167,23 @@ class ObstoreStore:
 
         try:
             self._call("delete", key, delete)
-        except NotFoundError as error:
-            # Azure and GCS say so of absent objects; an absent bucket is worth telling.
-            return str(error) if "no bucket" in str(error) else None
-        except StoreError as error:
+        except (StoreError, NoBucketError) as error:
             return str(error)
+        except NotFoundError:
+            return None  # Azure and Google Cloud Storage say so of an absent object
         return None
+
+    def _is_seen(self, key: str) -> bool:
+        try:
+            self._head(key)
+        except NotFoundError:
+            return False
+        except StoreError as error:
+            # S3 answers so for absent objects too, if one may not list the bucket.
+            if facts(error).status != 403:
+                raise
+            return False
+        return True
 
     def _create(self, key: str, data: Buffer) -> bool:
         return self._put(key, data, "create")
@@ -220,7 +227,7 @@ class ObstoreStore:
 
     def _explain_range_error(self, key: str, end: int, error: StoreError) -> None:
         """A range that starts at or past the end is refused; say where the end is."""
-        if not error.retryable and facts(error.__cause__ or error).status == 416:
+        if not error.retryable and facts(error).status == 416:
             self._check_end(key, self.size(key), end)
 
     def _check_end(self, key: str, found: int, wanted: int) -> None:

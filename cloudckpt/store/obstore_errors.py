@@ -36,6 +36,10 @@ _PASSING_CODES = {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavail
 _PASSING_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 
 
+class NoBucketError(NotFoundError):
+    """Not only the object is absent."""
+
+
 @dataclass(frozen=True)
 class Facts:
     status: int | None
@@ -51,6 +55,8 @@ class Facts:
 
 
 def facts(error: BaseException) -> Facts:
+    while isinstance(error, CloudckptError) and error.__cause__ is not None:
+        error = error.__cause__
     shown, _, dump = str(error).partition("\n\nDebug source:\n")
     status = _STATUS.search(dump)
     code = _CODE.search(shown)
@@ -96,7 +102,7 @@ def _translate(
     found = facts(error)
     message = f"cannot {verb} {key or 'objects'} in {url}: {found.text}"
     if found.code in _NO_BUCKET:
-        return NotFoundError(f"no bucket {bucket!r} ({message})")
+        return NoBucketError(f"no bucket {bucket!r} ({message})")
     if isinstance(error, FileNotFoundError) and found.code in (None, "NoSuchKey", "BlobNotFound"):
         return NotFoundError(f"no object {key} in {url}")
     if isinstance(error, (InvalidPathError, ValueError)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import s3fs
@@ -12,7 +13,7 @@ from cloudckpt.config import MIB, Config
 from cloudckpt.store.base import Store
 from cloudckpt.store.resolve import resolve
 from tests.servers.process import S3Server
-from tests.store.conformance import StoreConformance
+from tests.store.conformance import StoreConformance, keys
 
 CONFIG = Config(part_bytes=5 * MIB, retry_deadline_s=5.0, request_timeout_s=20.0)
 
@@ -86,3 +87,34 @@ class TestPassedInFilesystem(OnJuicefs):
             return resolve(f"s3://{bucket}/a b", {"fs": filesystem}, CONFIG)
 
         return make
+
+
+@pytest.mark.parametrize("engine", ["auto", "fsspec"])
+def test_the_bucket_itself_may_be_the_root(juicefs_s3: S3Server, engine: str):
+    bucket = juicefs_s3.make_bucket(f"root-{engine}")
+    for url in (f"s3://{bucket}", f"s3://{bucket}/"):
+        store = resolve(url, juicefs_s3.storage_options, Config(engine=engine))
+        store.put("a/b", b"1")
+        store.put("top", b"1")
+        assert keys(store) == ["a/b", "top"]
+        assert keys(store, "a") == ["a/b"]
+        assert list(store.common_prefixes("")) == ["a"]
+        assert store.delete(["a/b", "top"]) == {}
+        store.close()
+
+
+def test_listings_go_past_one_page(juicefs_s3: S3Server):
+    bucket = juicefs_s3.make_bucket("pages")
+    names = [f"run/{index // 400}/{index:05d}" for index in range(1100)]
+    stores = [
+        resolve(f"s3://{bucket}", juicefs_s3.storage_options, Config(engine=engine)) for engine in ("auto", "fsspec")
+    ]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda key: stores[0].put(key, b"1"), names))
+    for store in stores:
+        assert keys(store, "run") == names
+        assert list(store.common_prefixes("run")) == ["0", "1", "2"]
+    assert stores[0].delete(names) == {}
+    for store in stores:
+        assert keys(store) == []
+        store.close()
