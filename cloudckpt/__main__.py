@@ -1,5 +1,7 @@
 """``python -m cloudckpt``."""
 
+import sys
+
 from cloudckpt.cli import main
 
-main()
+sys.exit(main())

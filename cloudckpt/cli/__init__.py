@@ -1,92 +1,97 @@
-"""The command line. What a command needs is imported when it runs: ``--help`` answers at once."""
+"""The command line. What a command needs is imported when it runs: ``--help`` answers at once.
+
+Made with argparse, since typer (0.29) imports pydantic and doubles the time until a command begins.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import sys
+from collections.abc import Sequence
 from io import TextIOWrapper
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from cloudckpt.errors import CloudckptError
 
-app = typer.Typer(
-    help="Look at and check the checkpoints that cloudckpt has written.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,  # importing rich takes as long as all the rest
-    pretty_exceptions_enable=False,
-)
 
-StorageOptions = Annotated[
-    str | None,
-    typer.Option(
-        "--storage-options",
-        metavar="JSON",
-        help='Options of the store as a JSON object, such as \'{"endpoint_url": "http://localhost:9000"}\'. '
-        "Without them the environment and boto3's chain count.",
-    ),
-]
-
-
-@app.command()
-def ls(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="URL or folder that holds step-... checkpoints.")],
-    storage_options: StorageOptions = None,
-) -> None:
-    """List the steps of a run: one line each, committed or not."""
-    from cloudckpt.cli.listing import list_run
-
-    list_run(run, _parsed(storage_options))
-
-
-@app.command()
-def show(
-    url: Annotated[str, typer.Argument(metavar="URL", help="URL or folder of one checkpoint.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON object.")] = False,
-    storage_options: StorageOptions = None,
-) -> None:
-    """Describe a checkpoint: its tensors, values, chunk grids, and who wrote what."""
-    from cloudckpt.cli.showing import show_checkpoint
-
-    show_checkpoint(url, _parsed(storage_options), as_json=as_json)
-
-
-@app.command()
-def verify(
-    url: Annotated[str, typer.Argument(metavar="URL", help="URL or folder of one checkpoint.")],
-    storage_options: StorageOptions = None,
-) -> None:
-    """Read everything, and name every fault. Exit code 1 if there is one."""
-    from cloudckpt.cli.verifying import verify_checkpoint
-
-    if not verify_checkpoint(url, _parsed(storage_options)):
-        raise typer.Exit(1)
-
-
-def main() -> None:
-    """Exit codes: 0, 1 for a fault or an error, 2 for wrong usage."""
-    from cloudckpt.cli.text import printable
-
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0, or 1 for a fault or an error. Wrong usage exits with 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # keys may hold what a terminal cannot show
+    options = _parser().parse_args(arguments)
     try:
-        app(prog_name="cloudckpt")
+        code: int = options.run(options)
+        sys.stdout.flush()
+        return code
     except CloudckptError as error:
+        from cloudckpt.cli.text import printable
+
         print(f"cloudckpt: {printable(str(error), keep_lines=True)}", file=sys.stderr)
-        sys.exit(1)
+        return 1
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; the interpreter's own flush at exit must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
-def _parsed(storage_options: str | None) -> dict[str, Any] | None:
-    if storage_options is None:
-        return None
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cloudckpt", description="Look at and check the checkpoints that cloudckpt has written."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add(commands, "ls", "RUN", "list the steps of a run: one line each, committed or not", _ls)
+    show = _add(commands, "show", "URL", "describe a checkpoint: tensors, values, chunk grids, who wrote what", _show)
+    show.add_argument("--json", action="store_true", help="everything, as one JSON object")
+    _add(commands, "verify", "URL", "read everything, name every fault; exit code 1 if there is one", _verify)
+    return parser
+
+
+def _add(commands: Any, name: str, place: str, text: str, run: Any) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    what = "holds step-... checkpoints" if place == "RUN" else "holds one checkpoint"
+    command.add_argument("url", metavar=place, help=f"URL or folder that {what}")
+    command.add_argument(
+        "--storage-options",
+        metavar="JSON",
+        type=_json_object,
+        help='options of the store, such as \'{"endpoint_url": "http://localhost:9000"}\'; '
+        "without them the environment and boto3's chain count",
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    # Messages leave out the text itself: it may hold a secret.
     try:
-        options = json.loads(storage_options)
+        options = json.loads(text)
     except ValueError as error:
-        # Not the text itself: it may hold a secret.
-        raise typer.BadParameter(f"--storage-options is not JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
     if not isinstance(options, dict):
-        raise typer.BadParameter("--storage-options must be a JSON object")
+        raise argparse.ArgumentTypeError("not a JSON object")
     return options
+
+
+def _ls(options: argparse.Namespace) -> int:
+    from cloudckpt.cli.listing import list_run
+
+    list_run(options.url, options.storage_options)
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    from cloudckpt.cli.showing import show_checkpoint
+
+    show_checkpoint(options.url, options.storage_options, as_json=options.json)
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from cloudckpt.cli.verifying import verify_checkpoint
+
+    return 0 if verify_checkpoint(options.url, options.storage_options) else 1
