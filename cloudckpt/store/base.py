@@ -78,7 +78,8 @@ class Store(Protocol):
 
         A part is only valid until the next one is asked for. A transfer that breaks is resumed
         where it stopped. Raises NotFoundError if the object is absent, StoreError if the object
-        ends before the range does; the parts always add up to ``nbytes`` exactly.
+        ends before the range does; the parts always add up to ``nbytes`` exactly. No parts for
+        an empty range, whose place in the object is checked all the same.
         """
 
     def buffered_bytes(self, nbytes: int) -> int:
@@ -93,8 +94,10 @@ class Store(Protocol):
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         """Like ``put``, but only if no such object exists; False if one does.
 
-        After a lost answer the retry may find its own object and return False: the caller
-        stamps what it writes and reads it back. Only atomic if ``honours_conditions()``.
+        Atomic if ``honours_conditions()``; else a check and then a put, between which another
+        writer may come, so that both are told True and the later object stays. After a lost
+        answer the retry may find its own object and return False. For both reasons the caller
+        stamps what it writes and reads it back.
         """
 
     def honours_conditions(self) -> bool:
@@ -104,7 +107,10 @@ class Store(Protocol):
         """Stream an object of unknown or roughly known size (for the multipart part size)."""
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Every object below ``prefix`` (a whole path part: ``a`` lists ``a/b``, not ``ab``), past any cache."""
+        """Every object below ``prefix`` (a whole path part: ``a`` lists ``a/b``, not ``ab``), past any cache.
+
+        In no particular order. A prefix that holds nothing, or does not exist, lists nothing.
+        """
 
     def common_prefixes(self, prefix: str) -> Sequence[str]:
         """The next path parts below ``prefix`` that hold objects, sorted: ``["b"]`` for ``a/b/c`` below ``a``."""

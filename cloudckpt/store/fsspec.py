@@ -47,8 +47,9 @@ def open_filesystem(url: str, storage_options: Mapping[str, Any], config: Config
 class FsspecStore:
     """Objects below one path of a filesystem; none of its caches are trusted.
 
-    ``put`` is as atomic as the filesystem's own ``pipe_file``: on object stores wholly, on things
-    like sftp a reader may see an object that is being written.
+    ``put`` is as atomic as the filesystem's own ``pipe_file``, an upload as its ``open`` with
+    ``autocommit=False``: on object stores wholly, on things like sftp a reader may see an object
+    that is being written.
     ``make`` builds another instance, in a forked child or after credentials have expired.
     """
 
