@@ -43,13 +43,13 @@ def test_short_reads_are_continued_and_lengths_checked(tmp_path: Path):
         read(store, "key", 10, 5000)
 
 
-class Answered(Exception):
+class AnsweredError(Exception):
     def __init__(self, status: int) -> None:
         super().__init__(f"answered {status}")
         self.status = status
 
 
-class Unreachable(Exception):
+class UnreachableError(Exception):
     pass
 
 
@@ -64,11 +64,11 @@ class Unreachable(Exception):
         (OSError(errno.ECONNRESET, "x"), StoreError, True),
         (ConnectionResetError("x"), StoreError, True),
         (TimeoutError("x"), StoreError, True),
-        (Unreachable("x"), StoreError, True),
-        (Answered(503), StoreError, True),
-        (Answered(429), StoreError, True),
-        (Answered(403), StoreError, False),
-        (Answered(501), StoreError, False),
+        (UnreachableError("x"), StoreError, True),
+        (AnsweredError(503), StoreError, True),
+        (AnsweredError(429), StoreError, True),
+        (AnsweredError(403), StoreError, False),
+        (AnsweredError(501), StoreError, False),
         (ValueError("x"), StoreError, False),
         (NotImplementedError(), StoreError, False),
     ],
@@ -77,7 +77,7 @@ class Unreachable(Exception):
 def test_every_foreign_exception_is_mapped(raised: Exception, kind: type[CloudckptError], retryable: bool | None):
     with (
         pytest.raises(kind) as caught,
-        translated("read", "some/key", "mem://root", bucket="root", transport_errors=(Unreachable,)),
+        translated("read", "some/key", "mem://root", bucket="root", transport_errors=(UnreachableError,)),
     ):
         raise raised
     assert "some/key" in str(caught.value)
