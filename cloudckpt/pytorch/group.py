@@ -117,7 +117,19 @@ class Ranks:
     def round(self, part: Callable[[], T], combine: Callable[[Sequence[T]], R]) -> R:
         self._rounds += 1
         self.cancel.clear()
-        mine = self._work(part)
+        mine: T | _Failure | None = None
+        try:
+            mine = self._work(part)
+            outcome = self._exchange(mine, combine)
+        except RuntimeError as error:  # of gloo or of torch's store: the other end of a connection is gone
+            text = f"lost touch with the other ranks, one of which was killed or cut off: {error}"
+            own = [str(mine.error)] if isinstance(mine, _Failure) and not mine.interrupted else []
+            raise _rank_error({self.rank: "; ".join([*own, text])}) from error
+        if isinstance(outcome, _Failure):
+            raise outcome.error from (mine.error if isinstance(mine, _Failure) else None)
+        return outcome
+
+    def _exchange(self, mine: T | _Failure, combine: Callable[[Sequence[T]], R]) -> R | _Failure:
         self._meet()
         parts: list[Any] | None = [None] * self.size if self.rank == COORDINATOR else None
         dist.gather_object(mine, parts, dst=self._coordinator, group=self._group())
@@ -125,10 +137,7 @@ class Ranks:
         if parts is not None:
             box = [_combined(parts, combine)]
         dist.broadcast_object_list(box, src=self._coordinator, group=self._group())
-        outcome = box[0]
-        if isinstance(outcome, _Failure):
-            raise outcome.error from (mine.error if isinstance(mine, _Failure) else None)
-        return outcome  # type: ignore[no-any-return]
+        return box[0]  # type: ignore[no-any-return]
 
     def _work(self, part: Callable[[], T]) -> T | _Failure:
         watch = threading.Event()
@@ -150,8 +159,13 @@ class Ranks:
         beats = 0
         while not stop.wait(HEARTBEAT_S):
             beats += 1
-            self._side_store.set(self._key(f"beat/{self.rank}"), str(beats))
-            if self._side_store.check([self._key("failed")]):
+            try:
+                self._side_store.set(self._key(f"beat/{self.rank}"), str(beats))
+                has_failed = self._side_store.check([self._key("failed")])
+            except RuntimeError:  # the store's process is gone, and with it this round
+                self.cancel.set()
+                return
+            if has_failed:
                 self.cancel.set()
 
     def _meet(self) -> None:
