@@ -48,9 +48,12 @@ def read(
     config = config or Config()
     with open_checkpoint(url, storage_options=storage_options, config=config) as checkpoint:
         manifest = checkpoint.manifest
-        tree = manifest.document.tree if names is None else _select(manifest.document.tree, names, checkpoint.url)
         targets = _Targets(manifest, allow_pickle)
-        state = values.decode(tree, leaf=targets.leaf, allow_pickle=allow_pickle)
+        try:
+            tree = manifest.document.tree if names is None else _select(manifest.document.tree, names, checkpoint.url)
+            state = values.decode(tree, leaf=targets.leaf, allow_pickle=allow_pickle)
+        except FormatError as error:
+            raise FormatError(f"{checkpoint.url}: {error}") from error
         sinks, reads = plan_rank(manifest, Match(wants=targets.wants), config)
         download(
             checkpoint.store,

@@ -110,15 +110,21 @@ class Checkpoint:
     @cached_property
     def tree(self) -> Any:
         """The saved state with an `ArrayInfo` where an array was, and a list by rank where a PerRank was."""
-        return _decoded(self.manifest.document.tree, self._leaf)
+        return self._decoded(self.manifest.document.tree, self._leaf)
 
     @cached_property
     def metadata(self) -> Any:
         """What ``save`` was given as ``metadata``."""
-        return _decoded(self.manifest.document.metadata, _placeholder)
+        return self._decoded(self.manifest.document.metadata, _placeholder)
 
     def close(self) -> None:
         self.store.close()
+
+    def _decoded(self, node: values.Node, leaf: values.LeafDecoder) -> Any:
+        try:
+            return _decoded(node, leaf)
+        except FormatError as error:
+            raise FormatError(f"{self.url}: {error}") from error
 
     def _leaf(self, node: dict[str, Any]) -> Any:
         if node["$"] in ("tensor", "ndarray"):

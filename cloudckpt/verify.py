@@ -73,6 +73,7 @@ def verify(
     config = config or Config()
     with open_checkpoint(url, storage_options=storage_options, config=config) as checkpoint:
         manifest = checkpoint.manifest
+        checkpoint.tree  # noqa: B018  # raises FormatError where it is malformed
         total = sum(entry.nbytes for entry in manifest.objects)
         with start_progress(progress, "verify", total, show=True) as advance:
             faults = _Check(checkpoint.store, manifest, config, advance).run()

@@ -15,7 +15,8 @@ from cloudckpt.errors import FormatError
 from cloudckpt.format.dtypes import dtype
 from cloudckpt.format.grid import EncodedCuts, Grid
 from cloudckpt.format.keys import check_key
-from cloudckpt.format.tree import array_leaves, path_text
+from cloudckpt.format.tree import array_leaves, children, path_text
+from cloudckpt.format.values import MAX_DEPTH
 
 FORMAT = "cloudckpt"
 MAJOR, MINOR = 1, 0
@@ -290,12 +291,19 @@ def _check_chunk_sizes(manifest: Manifest, array: int, grid: Grid) -> None:
 
 
 def _check_tree(manifest: Manifest) -> None:
-    try:
-        leaves = list(array_leaves(manifest.document.tree))
-    except RecursionError as error:
-        raise FormatError("the tree is nested too deeply") from error
-    for path, node in leaves:
+    _check_depth(manifest.document.tree)
+    for path, node in array_leaves(manifest.document.tree):
         if not isinstance(node["array"], str) or node["array"] not in manifest.array_index:
             raise FormatError(
                 f"the tree refers to an array {node['array']!r} at {path_text(path)!r} that is not listed"
             )
+
+
+def _check_depth(tree: Any) -> None:
+    """What walks a tree later may do so by recursion."""
+    level = [tree]
+    for _ in range(MAX_DEPTH + 1):
+        level = [child for node in level for _, child in children(node) or ()]
+        if not level:
+            return
+    raise FormatError(f"the tree is nested more than {MAX_DEPTH} levels deep")

@@ -203,8 +203,6 @@ class _Decoder:
         kind = type(node)
         if kind is not dict and kind is not list:
             return _bare(node, path)
-        if self.depth >= MAX_DEPTH:
-            _malformed(path, f"it is nested more than {MAX_DEPTH} levels deep")
         if kind is dict and "$" in node:
             container = containers.BY_TAG.get(node["$"]) if type(node["$"]) is str else None
             if container is None:
@@ -216,6 +214,8 @@ class _Decoder:
         else:
             build, items = containers.LIST.build, node
             walk = _Decoder.items if kind is list else _Decoder.plain_dict
+        if self.depth >= MAX_DEPTH:
+            _malformed(path, f"it is nested more than {MAX_DEPTH} levels deep")
         self.depth += 1
         children = walk(self, items, path)
         self.depth -= 1

@@ -75,7 +75,10 @@ def _decode_inline(node: dict[str, Any]) -> Any:
     if node.get("$") != "inline":
         raise FormatError(f"unknown tag {node.get('$')!r:.100}; a newer version may know it")
     shape, name, kind = node.get("shape"), node.get("dtype"), node.get("kind")
-    data = bytearray(unpack_bytes(node))
+    try:
+        data = bytearray(unpack_bytes(node))
+    except ValueError as error:
+        raise FormatError(f"malformed inline tensor: {error}") from error
     if not isinstance(shape, list) or not all(type(s) is int and s >= 0 for s in shape) or not isinstance(name, str):
         raise FormatError("malformed inline tensor")
     if kind == "ndarray":
