@@ -159,9 +159,13 @@ class FsspecStore:
     def honours_conditions(self) -> bool:
         if not self._is_object_store:
             return False
-        endpoint = getattr(self._instance, "endpoint_url", None) or ""
+        endpoint = ""
+        if self._is_s3:
+            from cloudckpt.store.fsspec_s3 import endpoint_of
+
+            endpoint = endpoint_of(self._fs)
         bucket = self._root.partition("/")[0]
-        identity = f"fsspec|{type(self._instance).__name__}|{mask(str(endpoint))}|{bucket}"
+        identity = f"fsspec|{type(self._instance).__name__}|{mask(endpoint)}|{bucket}"
         return probe.honours_conditions(self._create, self.delete, identity)
 
     def open_upload(self, key: str, nbytes_hint: int | None = None) -> Upload:

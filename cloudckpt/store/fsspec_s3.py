@@ -58,6 +58,11 @@ def make_filesystem(storage_options: Mapping[str, Any], config: Config) -> Abstr
     return filesystem
 
 
+def endpoint_of(filesystem: AbstractFileSystem) -> str:
+    """Where requests go in the end, whichever of the many ways to say so was used."""
+    return str(filesystem.s3.meta.endpoint_url)
+
+
 def head_size(filesystem: AbstractFileSystem, path: str) -> int:
     """Of the object itself; s3fs' ``info`` lists the bucket as well if there is no such object."""
     bucket, name, _ = filesystem.split_path(path)
