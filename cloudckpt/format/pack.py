@@ -62,7 +62,8 @@ class PackBuilder:
     def _begin(self, entry: _Entry, alignment: int) -> bytes:
         fixed = self.nbytes + _LOCAL.size + len(entry.name)
         padding = -fixed % alignment
-        if 0 < padding < 4:  # an extra field has a header of four bytes
+        # An extra field has a header of four bytes, and TensorStore refuses one without content.
+        if 0 < padding < 5:
             padding += alignment
         extra = struct.pack("<2H", _PADDING_ID, padding - 4) + bytes(padding - 4) if padding else b""
         header = _LOCAL.pack(
