@@ -11,8 +11,8 @@ import torch
 
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format import values
-from cloudckpt.format.keys import array_names
 from cloudckpt.format.manifest import MeshEntry
+from cloudckpt.format.tree import key_token
 from cloudckpt.plan.shard import PieceTable
 from cloudckpt.plan.tree import LeafSpec, RankTree
 from cloudckpt.pytorch.per_rank import PerRank, encode_per_rank
@@ -83,7 +83,7 @@ class _Collector:
         return None
 
     def _add(self, path: values.Path, shard: LocalShard) -> str:
-        name = array_names([path])[0]
+        name = key_token(values.encode(path))  # not the array's name, which depends on the other paths
         alias = self._seen.setdefault(shard.identity, name)
         self.specs.append(
             LeafSpec(
