@@ -83,7 +83,7 @@ class TensorPieces:
 
 def group_by_tensor(tables: Sequence[PieceTable], specs: Sequence[TensorSpec]) -> Iterator[TensorPieces]:
     """For every tensor, in order, who holds what of it."""
-    dims = max((t.offset.shape[1] for t in tables), default=0)
+    dims = max((*(t.offset.shape[1] for t in tables), *(len(s.shape) for s in specs)), default=0)
     tensor = np.concatenate([t.tensor for t in tables]) if tables else np.zeros(0, dtype=np.int64)
     rank = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
     bounds = (
