@@ -69,9 +69,9 @@ def array_leaves(node: Node, path: TreePath = ()) -> Iterator[tuple[TreePath, di
 
 
 def leaves(node: Node, path: TreePath = ()) -> Iterator[tuple[TreePath, Node]]:
-    """What a load counts as one key: arrays, plain values, and sequences that hold plain values only."""
+    """What a load counts as one key: arrays, plain values, sequences of plain values only, empty containers."""
     inner = children(node)
-    if inner is None or not (is_mapping(node) or holds_arrays(node)):
+    if not inner or not (is_mapping(node) or holds_arrays(node)):
         yield path, node
         return
     for key, child in inner:

@@ -125,6 +125,8 @@ class _Matcher:
 
     def mapping(self, target: Any, node: Node, path: TreePath, keys: values.Path) -> Finish:
         stored = {key_token(key): child for key, child in children(node) or ()}
+        if not stored:
+            self.ask(node, path)  # an empty dict is a key of its own
         parts: dict[Any, Finish] = {}
         for key, item in target.items():
             token = key_token(values.encode(key))
