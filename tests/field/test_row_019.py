@@ -2,7 +2,10 @@
 
 import msgspec
 import pytest
+import torch
 
+import cloudckpt
+from cloudckpt.errors import MismatchError
 from cloudckpt.format import keys, values
 from tests.format.exact import same
 
@@ -35,3 +38,43 @@ def test_tensors_at_these_paths_have_names_of_their_own(state):
     values.encode(state, leaf=leaf)
     names = keys.array_names(paths)
     assert len({name.lower() for name in names}) == len(paths)
+
+
+def with_tensors(state):
+    """Every int as a tensor of its own."""
+    if type(state) is dict:
+        return {key: with_tensors(value) for key, value in state.items()}
+    return torch.tensor([float(state)]) if type(state) is int else state
+
+
+def without_values(state):
+    if type(state) is dict:
+        return {key: without_values(value) for key, value in state.items()}
+    return state - 100 if isinstance(state, (int, torch.Tensor)) else state
+
+
+def plain(state):
+    if type(state) is dict:
+        return {key: plain(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, torch.Tensor) else state
+
+
+@pytest.mark.parametrize("layout", ["packed", "zarr"])
+@pytest.mark.parametrize("make", [dict, with_tensors], ids=["values", "tensors"])
+@pytest.mark.parametrize("state", STATES, ids=repr)
+def test_saved_and_loaded(tmp_path, state, make, layout):
+    state = make(state)
+    cloudckpt.save(state, tmp_path / "c", layout=layout)
+    assert same(plain(cloudckpt.read(tmp_path / "c")), plain(state))
+    target = without_values(state)
+    cloudckpt.load(target, tmp_path / "c")
+    assert same(plain(target), plain(state))
+
+
+def test_a_key_of_another_type_is_another_key(tmp_path):
+    cloudckpt.save({1: torch.zeros(1)}, tmp_path / "c")
+    for key in ("1", True):
+        with pytest.raises(MismatchError) as caught:
+            cloudckpt.load({key: torch.zeros(1)}, tmp_path / "c")
+        assert caught.value.missing == [str(key)]
+        assert caught.value.unexpected == ["1"]
