@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +11,8 @@ from cloudckpt.format.keys import MANIFEST, parse_step
 from cloudckpt.format.manifest import Manifest, decode_manifest
 from cloudckpt.store.base import Store
 
-WEAK_SETTLE_S = 0.5
-"""On stores that ignore conditions: how long a rival's put may take to show up before the read-back."""
+WEAK_SETTLE_S = 0.25
+"""On stores that ignore conditions: the least time that a rival's put gets to show up before the read-back."""
 
 
 def read_manifest_bytes(store: Store) -> bytes:
@@ -56,30 +55,36 @@ def commit(store: Store, manifest: Manifest, *, overwrite: bool) -> None:
     data = manifest.encode()
     commit_id = manifest.document.commit_id
     if overwrite:
-        _put_settled(store, data, commit_id)
+        try:
+            store.put(MANIFEST, data)
+        except StoreError as error:
+            _settle(store, commit_id, error)
         return
     weak = not store.honours_conditions()
+    start = time.monotonic()
     try:
         created = store.put_if_absent(MANIFEST, data)
-    except StoreError:
-        if _committed_id(store) != commit_id:
-            raise
+    except StoreError as error:
+        _settle(store, commit_id, error)
         return
     if created and not weak:
         return
     if created:
+        put_s = time.monotonic() - start
         # A rival that also saw nothing there may have replaced ours: whoever is last wins, and all see who.
-        time.sleep(WEAK_SETTLE_S * (1 + random.random()))
+        time.sleep(max(WEAK_SETTLE_S, 2 * put_s))
     if _committed_id(store) != commit_id:
         raise _already(store)
 
 
-def _put_settled(store: Store, data: bytes, commit_id: str) -> None:
+def _settle(store: Store, commit_id: str, error: StoreError) -> None:
+    """After a failed put: only what is there now tells whether it took effect."""
     try:
-        store.put(MANIFEST, data)
+        committed = _committed_id(store)
     except StoreError:
-        if _committed_id(store) != commit_id:
-            raise
+        raise error from None
+    if committed != commit_id:
+        raise error
 
 
 def _committed_id(store: Store) -> str | None:

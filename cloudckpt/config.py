@@ -35,7 +35,7 @@ class Config:
     pack_bytes: int = 4 * GIB
     memory_bytes: int = 512 * MIB
     num_threads: int = 8
-    part_bytes: int = 16 * MIB
+    part_bytes: int = 8 * MIB
     read_bytes: int = 16 * MIB
     retry_deadline_s: float = 120.0
     request_timeout_s: float = 30.0

@@ -16,6 +16,9 @@ from cloudckpt.format.codec import Bytes1D
 SMALLEST_BYTES = 128 * 1024
 """Below, malloc keeps the pages itself."""
 
+SLAB_BYTES = 16 * 1024 * 1024
+"""Buffers are cut from slabs: numpy asks for huge pages from 4 MiB on, which fault 512 times less often."""
+
 
 class Scratch:
     """Hands out buffers; one comes back when the array that ``take`` returned is freed, in any thread."""
@@ -31,8 +34,11 @@ class Scratch:
         size = 1 << (nbytes - 1).bit_length()
         with self._lock:
             free = self._free.setdefault(size, [])
-            base = free.pop() if free else np.empty(size, dtype=np.uint8)
-        # The lender is a view with no base but the memoryview: its end is the end of the loan.
-        lent: Bytes1D = np.frombuffer(memoryview(base)[:nbytes], dtype=np.uint8)
+            if not free:
+                slab = np.empty(max(size, SLAB_BYTES), dtype=np.uint8)
+                free.extend(slab[start : start + size] for start in range(0, len(slab), size))
+            base = free.pop()
+        # Through a memoryview, since numpy would let a slice of a slice refer to the slab instead.
+        lent: Bytes1D = np.frombuffer(base.data[:nbytes], dtype=np.uint8)
         weakref.finalize(lent, free.append, base).atexit = False
         return lent
