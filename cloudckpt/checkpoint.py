@@ -202,4 +202,5 @@ def _without_pickles(tree: values.Node) -> values.Node:
 
 
 def _placeholder(node: dict[str, Any]) -> Placeholder:
-    return Placeholder(node["$"], msgspec.json.encode(node).decode())
+    tag = "pickle" if node["$"] == _HIDDEN_PICKLE else node["$"]
+    return Placeholder(tag, msgspec.json.encode({**node, "$": tag}).decode())

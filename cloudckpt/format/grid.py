@@ -111,16 +111,17 @@ class Grid:
         if len(shape) != len(encoded):
             raise FormatError(f"{what}: grid has {len(encoded)} dims, shape has {len(shape)}")
         cuts: list[DimCuts] = []
+        along_dim = max(max_chunks, 1)  # an array without elements has no chunks, and one cut along its other dims
         for extent, item in zip(shape, encoded, strict=True):
             if isinstance(item, int):
-                if item < 1 or -(-extent // item) > max_chunks:
+                if item < 1 or -(-extent // item) > along_dim:
                     raise FormatError(f"{what}: chunk extent {item} does not fit a dim of {extent}")
                 cuts.append(item)
                 continue
             runs = [(r, 1) if isinstance(r, int) else r for r in item]
             if any(size < 1 or count < 1 for size, count in runs):
                 raise FormatError(f"{what}: chunk extents must be positive")
-            if sum(count for _, count in runs) > max_chunks or sum(s * n for s, n in runs) != extent:
+            if sum(count for _, count in runs) > along_dim or sum(s * n for s, n in runs) != extent:
                 raise FormatError(f"{what}: chunk extents do not add up to {extent}")
             cuts.append(tuple(size for size, count in runs for _ in range(count)))
         grid = Grid(tuple(shape), tuple(cuts))

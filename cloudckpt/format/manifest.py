@@ -280,11 +280,13 @@ def _check_arrays(manifest: Manifest) -> None:
 def _check_chunk_sizes(manifest: Manifest, array: int, grid: Grid) -> None:
     """What a chunk claims to unpack to must be in proportion to what is stored: no bombs, no short reads."""
     entry = manifest.arrays[array]
+    if not grid.num_chunks:
+        return
     stored = manifest.columns.nbytes[entry.first_chunk : entry.first_chunk + grid.num_chunks] - 4
     if math.prod(float(c if isinstance(c, int) else max(c, default=1)) for c in grid.cuts) > 2**31:
         raise FormatError(f"array {entry.name!r}: its chunks are larger than 2 GiB")
-    full = grid.stored_elements * dtype(entry.dtype).itemsize if grid.num_chunks else np.zeros(0, dtype=np.int64)
-    if len(full) and int(full.max()) > 2**31:
+    full = grid.stored_elements * dtype(entry.dtype).itemsize
+    if int(full.max()) > 2**31:
         raise FormatError(f"array {entry.name!r}: its chunks are larger than 2 GiB")
     if entry.compression is None and not (stored == full).all():
         raise FormatError(f"array {entry.name!r}: stored bytes of a chunk differ from its size in the grid")
