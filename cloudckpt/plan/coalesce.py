@@ -13,8 +13,8 @@ FRAMING_BYTES = 512
 def coalesce(readers: Ints, objects: Ints, offsets: Ints, sizes: Ints, *, read_bytes: int) -> Ints:
     """The first row of every request; rows are sorted by reader, object and offset.
 
-    Only ranges that are neighbours in their object are joined: an unwanted chunk is never read
-    along. A request is closed at the first row that starts ``read_bytes`` or more after it.
+    Only ranges with no more than framing between them are joined, so an unwanted chunk is read along
+    only if it is smaller than that. A request is closed at the first row that starts ``read_bytes`` or more after it.
     """
     if not len(objects):
         return np.zeros(0, dtype=np.int64)
