@@ -145,6 +145,8 @@ def _dtensor_shard(tensor: DTensor, text: str) -> LocalShard:
         if not placement.is_replicate():
             dim, factor = _shard_dim(placement, len(shape))
             axes[dim].append(DimShard(mesh.size(axis), coordinate[axis], factor))
+    if local.numel() == 0 and any(() in _possible_runs(n, shards) for n, shards in zip(shape, axes, strict=True)):
+        return shard  # FSDP2 does not keep the other dims of an empty local tensor
     runs = [
         _runs(extent, shards, local.shape[d], f"{text!r}, dim {d}")
         for d, (extent, shards) in enumerate(zip(shape, axes, strict=True))
@@ -174,11 +176,7 @@ def _runs(extent: int, shards: list[DimShard], local_extent: int, where: str) ->
     torch.distributed.tensor and FSDP2 cut unevenly sharded dims in different orders; the local
     tensor tells which of the two it was.
     """
-    candidates = {dim_runs(extent, shards)}
-    nested = nested_runs(extent, shards) if any(s.split_factor > 1 for s in shards) else None
-    if nested is not None:
-        candidates.add(nested)
-    fitting = [runs for runs in candidates if sum(b - a for a, b in runs) == local_extent]
+    fitting = [runs for runs in _possible_runs(extent, shards) if sum(b - a for a, b in runs) == local_extent]
     if len(fitting) == 1:
         return fitting[0]
     if not fitting:
@@ -188,6 +186,11 @@ def _runs(extent: int, shards: list[DimShard], local_extent: int, where: str) ->
         f"{where}: strided shards of {extent} elements can be cut in two ways, and this rank's size fits both; "
         "make the dim divisible by the mesh"
     )
+
+
+def _possible_runs(extent: int, shards: list[DimShard]) -> set[Runs]:
+    nested = nested_runs(extent, shards) if any(s.split_factor > 1 for s in shards) else None
+    return {dim_runs(extent, shards)} | ({nested} if nested is not None else set())
 
 
 def check_writable(shard: LocalShard) -> None:
