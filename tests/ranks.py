@@ -74,8 +74,9 @@ class RankPool:
         return [value for _, value in answers]
 
     def stop(self) -> None:
-        for process, pipe in self._workers:
+        for _, pipe in self._workers:
             pipe.close()
+        for process, _ in self._workers:
             process.join(timeout=0.5)
             if process.is_alive():
                 process.kill()
