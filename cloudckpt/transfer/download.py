@@ -128,8 +128,9 @@ def _fetch(store: Store, manifest: Manifest, read: RangeRead, open_sink: OpenSin
     except StoreError as error:
         if not error.retryable and _is_short(store, manifest, read):
             raise corrupt(manifest, reader.chunk, f"its object is cut off: {error}") from error
-        where = describe_chunk(manifest, reader.chunk)
-        raise StoreError(f"{where}: {error}", key=error.key, retryable=error.retryable) from error
+        where = f"bytes {read.byte_offset} to {read.byte_offset + read.nbytes} of {key}"
+        text = f"{describe_chunk(manifest, reader.chunk)}, {where}: {error}"
+        raise StoreError(text, key=error.key, retryable=error.retryable) from error
 
 
 def _is_short(store: Store, manifest: Manifest, read: RangeRead) -> bool:
