@@ -28,13 +28,13 @@ from cloudckpt.format.dtypes import dtype
 from cloudckpt.format.grid import Grid
 from cloudckpt.format.keys import chunk_key, parse_chunk_key
 from cloudckpt.format.manifest import Manifest
+from cloudckpt.format.place import Placement, PlacementSink
 from cloudckpt.format.zarr_json import array_document, encode_document, group_document
 from cloudckpt.interop import zarr_dtypes  # noqa: F401  # registers the data types
 from cloudckpt.plan.reads import StoredChunks, plan_load
 from cloudckpt.plan.shard import PieceTable
 from cloudckpt.store.base import byte_view
-from cloudckpt.transfer.download import PlacementSink, download, effective_read_bytes
-from cloudckpt.transfer.place import Placement
+from cloudckpt.transfer.download import download, effective_read_bytes
 
 METADATA = "zarr.json"
 

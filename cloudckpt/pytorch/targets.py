@@ -10,12 +10,11 @@ import torch
 from cloudckpt.format.box import Box
 from cloudckpt.format.codec import Bytes1D
 from cloudckpt.format.manifest import Manifest
+from cloudckpt.format.place import Placement, PlacementSink
 from cloudckpt.plan.reads import RankReads
 from cloudckpt.plan.shard import PieceBox
 from cloudckpt.pytorch.memory import array_bytes, tensor_elements
 from cloudckpt.pytorch.shards import LocalShard
-from cloudckpt.transfer.download import PlacementSink, Sink
-from cloudckpt.transfer.place import Placement
 
 
 class Targets:
@@ -26,7 +25,7 @@ class Targets:
         self._rows = rows
         self._plan = plan
 
-    def open_sink(self, chunk: int) -> Sink:
+    def open_sink(self, chunk: int) -> PlacementSink | _DeviceSink:
         array, number = self._manifest.locate(chunk)
         grid = self._manifest.grids[array]
         box, stored_shape = grid.box(number), grid.stored_shape(number)

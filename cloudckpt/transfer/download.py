@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -16,7 +15,6 @@ from cloudckpt.format.codec import CHECKSUM_BYTES, Bytes1D, checksum, decompress
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.plan.reads import RangeRead
 from cloudckpt.store.base import Store
-from cloudckpt.transfer.place import Placement
 from cloudckpt.transfer.pool import ByteBudget, run_all
 
 Advance = Callable[[int], None]
@@ -30,19 +28,6 @@ class Sink(Protocol):
 
     def done(self) -> None:
         """The chunk is whole and its checksum right."""
-
-
-@dataclass(frozen=True)
-class PlacementSink:
-    """Into host memory."""
-
-    placements: Sequence[Placement]
-
-    def put(self, data: Bytes1D, position: int) -> None:
-        for placement in self.placements:
-            placement.put(data, position)
-
-    def done(self) -> None: ...
 
 
 OpenSink = Callable[[int], Sink]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +50,19 @@ class Placement:
     def put(self, data: Bytes, position: int) -> None:
         """Bytes ``[position, position + len(data))`` of the chunk; what is not wanted is skipped."""
         _put(self.target, self.extents, self.start, data, position)
+
+
+@dataclass(frozen=True)
+class PlacementSink:
+    """All the places in host memory that parts of one chunk go to."""
+
+    placements: Sequence[Placement]
+
+    def put(self, data: Bytes, position: int) -> None:
+        for placement in self.placements:
+            placement.put(data, position)
+
+    def done(self) -> None: ...
 
 
 def _put(target: Bytes, extents: tuple[int, ...], start: tuple[int, ...], data: Bytes, position: int) -> None:
