@@ -7,6 +7,7 @@ other than ``"$"`` stand for themselves. Everything else is an object with its t
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import pickle
@@ -29,7 +30,18 @@ from cloudckpt.format.scalars import (
     unpack_bytes,
 )
 
-__all__ = ["MALFORMED", "MAX_DEPTH", "InexactError", "Node", "Path", "decode", "dotted", "encode", "register"]
+__all__ = [
+    "MALFORMED",
+    "MAX_DEPTH",
+    "InexactError",
+    "Node",
+    "Path",
+    "decode",
+    "dotted",
+    "encode",
+    "register",
+    "register_reducer",
+]
 
 Path: TypeAlias = tuple[Any, ...]
 Node: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
@@ -81,6 +93,25 @@ def register(kind: type, tag: str, to_node: ToNode, from_node: FromNode) -> None
     if kind in containers.BY_TYPE or kind in _BARE_TYPES or tag in containers.BY_TAG or tag == "pickle":
         raise ValueError(f"{kind.__qualname__} or tag {tag!r} is built in")
     scalars.register(kind, tag, to_node, from_node)
+
+
+_REDUCERS: dict[type, Callable[[Any], Any]] = {}
+
+
+def register_reducer(kind: type, reduce: Callable[[Any], Any]) -> None:
+    """How objects of ``kind`` inside of a pickle are pickled; see ``pickle.Pickler.reducer_override``."""
+    _REDUCERS[kind] = reduce
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        return next((reduce(obj) for kind, reduce in _REDUCERS.items() if isinstance(obj, kind)), NotImplemented)
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(value)
+    return buffer.getvalue()
 
 
 class _Encoder:
@@ -143,7 +174,7 @@ class _Encoder:
                 " leave it out, or pass allow_pickle=True to both save and load"
             )
         try:
-            return {"$": "pickle", **pack_bytes(pickle.dumps(value, protocol=5))}
+            return {"$": "pickle", **pack_bytes(_pickled(value))}
         except Exception as error:  # any class may raise anything in __reduce__
             raise InvalidStateError(f"{_where(path)}: {kind.__qualname__} cannot be pickled: {error}") from error
 

@@ -42,3 +42,18 @@ values.register(torch.Size, "torch.Size", lambda size: {"dims": list(size)}, _si
 values.register(torch.device, "torch.device", _named, _device_from)
 for _kind in (torch.dtype, torch.layout, torch.memory_format):
     values.register(_kind, f"torch.{_kind.__name__}", _named, _enum_member(_kind, "torch."))
+
+
+def _reduced(tensor: torch.Tensor) -> Any:
+    """Views are pickled without the memory around them, of which they would else take all along."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return NotImplemented
+    if tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.itemsize:
+        return NotImplemented
+    own: Any = tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_(tensor.requires_grad)
+    if type(tensor) is torch.nn.Parameter:
+        own = torch.nn.Parameter(own, tensor.requires_grad)
+    return own.__reduce_ex__(5)
+
+
+values.register_reducer(torch.Tensor, _reduced)
