@@ -41,12 +41,21 @@ def children(node: Node) -> list[tuple[Node, Node]] | None:
 
 
 def is_mapping(node: Node) -> bool:
+    """Whether its children have keys, be they those of a dict or names of attributes."""
+    return _mapping_form(node) is not None
+
+
+def is_dict(node: Node) -> bool:
+    return _mapping_form(node) == "mapping"
+
+
+def _mapping_form(node: Node) -> str | None:
     if not isinstance(node, dict):
-        return False
+        return None
     if "$" not in node:
-        return True
+        return "mapping"
     container = containers.BY_TAG.get(node["$"]) if isinstance(node["$"], str) else None
-    return container is not None and container.form in ("mapping", "attributes")
+    return container.form if container is not None and container.form in ("mapping", "attributes") else None
 
 
 def is_array(node: Node) -> bool:

@@ -22,6 +22,7 @@ from cloudckpt.format.tree import (
     children,
     holds_arrays,
     is_array,
+    is_dict,
     is_mapping,
     key_token,
     leaves,
@@ -93,7 +94,7 @@ class _Matcher:
         if not is_array(node) or node["$"] != kind:
             self.match.problems.kinds[text] = (_describe(node), kind)
             return lambda: target
-        check_writable(shard)
+        check_writable(shard, target)
         number = self.manifest.array_index[node["array"]]
         entry = self.manifest.arrays[number]
         stored_dtype, dtype = (entry.dtype, shard.dtype) if kind == "tensor" else (node["numpy"], target.dtype.str)
@@ -156,7 +157,8 @@ class _Matcher:
 
     def plain(self, target: Any, node: Node, path: TreePath) -> Finish:
         self.ask(node, path)
-        if isinstance(target, dict) or holds_arrays(node):
+        # None stands for any plain value, other values for one that is no dict.
+        if isinstance(target, dict) or holds_arrays(node) or (is_dict(node) and target is not None):
             self.match.problems.kinds[path_text(path)] = (_describe(node), type(target).__name__)
             return lambda: target
         value = decode_inline(node, allow_pickle=self.allow_pickle)

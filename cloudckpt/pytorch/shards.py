@@ -193,8 +193,10 @@ def _possible_runs(extent: int, shards: list[DimShard]) -> set[Runs]:
     return {dim_runs(extent, shards)} | ({nested} if nested is not None else set())
 
 
-def check_writable(shard: LocalShard) -> None:
+def check_writable(shard: LocalShard, target: torch.Tensor | npt.NDArray[Any]) -> None:
     """Raises InvalidStateError for a target that cannot be filled in place."""
+    if isinstance(target, torch.Tensor) and (target.is_conj() or target.is_neg()):
+        raise InvalidStateError(f"{shard.text!r}: the target is a conjugated or negated view; resolve it first")
     if isinstance(shard.memory, torch.Tensor):
         if any(s == 0 and n > 1 for s, n in zip(shard.memory.stride(), shard.memory.shape, strict=True)):
             raise InvalidStateError(f"{shard.text!r}: the target is an expanded tensor, whose elements share memory")
