@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.ranks import RankPool
 from tests.servers.juicefs import start_juicefs
 from tests.servers.moto import start_moto
 from tests.servers.process import S3Server
+
+# The machines that run this are slow at times; a test says what is right, not how fast.
+settings.register_profile("cloudckpt", deadline=None)
+settings.load_profile("cloudckpt")
 
 
 @pytest.fixture(scope="session")
