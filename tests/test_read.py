@@ -8,10 +8,13 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt.errors import CorruptChunkError, InvalidStateError, NotFoundError, StoreError
+from cloudckpt.errors import CorruptChunkError, FormatError, InvalidStateError, NotFoundError, StoreError
+from cloudckpt.format.codec import decompress, encode_chunk
 from tests.format.exact import same
 from tests.interop import saved
 from tests.sharding import same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 
 @pytest.fixture(params=["packed", "zarr"])
@@ -29,7 +32,6 @@ def save_per_rank(url):
     cloudckpt.save(state, url)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_structure_types_and_bits(tmp_path, layout):
     state = saved.state()
     cloudckpt.save(state, tmp_path, layout=layout)
@@ -161,6 +163,19 @@ def test_every_flipped_bit_of_a_chunk_is_noticed(tmp_path):
         path.write_bytes(raw[: i // 8] + bytes([raw[i // 8] ^ 1 << i % 8]) + raw[i // 8 + 1 :])
         with pytest.raises(CorruptChunkError):
             cloudckpt.read(tmp_path)
+
+
+@pytest.mark.parametrize("size", [1, 100, 255, 256, 257, 65791, 65792, 300_000], ids=str)
+def test_a_zstd_frame_of_another_size_is_refused(size):
+    """numcodecs would take a shorter one, and leave old memory in the rest."""
+    frame = encode_chunk(np.ones(size, dtype=np.uint8), "zstd").payload
+    assert decompress(frame, size, "x").tobytes() == b"\x01" * size
+    for other in (size - 1, size + 1):
+        with pytest.raises(FormatError, match="not a zstd frame"):
+            decompress(frame, other, "x")
+    for end in (0, 3, 5, len(frame) - 1):
+        with pytest.raises(FormatError):
+            decompress(frame[:end], size, "x")
 
 
 def test_more_than_the_machine_has(tmp_path, monkeypatch):

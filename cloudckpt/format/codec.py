@@ -14,6 +14,7 @@ from cloudckpt.errors import FormatError
 
 CHECKSUM_BYTES = 4
 ZSTD_LEVEL = 3
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 Bytes1D = npt.NDArray[np.uint8]
 
@@ -49,12 +50,28 @@ def encode_chunk(data: Bytes1D, compression: str | None) -> EncodedChunk:
 
 def decompress(data: Bytes1D, nbytes: int, what: str) -> Bytes1D:
     """Undo zstd; a frame that claims another size than ``nbytes`` is refused before it is unpacked."""
+    claimed = _frame_size(bytes(data[:18]))
+    if claimed != nbytes:  # numcodecs takes smaller ones too, and leaves the rest of `out` as it is
+        raise FormatError(f"{what}: not a zstd frame of {nbytes} bytes (it has {claimed})")
     out = np.empty(nbytes, dtype=np.uint8)
     try:
         _zstd().decompress(data, out)
     except (RuntimeError, ValueError) as error:
         raise FormatError(f"{what}: not a zstd frame of {nbytes} bytes ({error})") from error
     return out
+
+
+def _frame_size(head: bytes) -> int | None:
+    """What the header of a zstd frame says that it unpacks to, if it does (RFC 8878, section 3.1.1.1)."""
+    if len(head) < 6 or head[:4] != _ZSTD_MAGIC:
+        return None
+    flags = head[4]
+    single_segment = flags >> 5 & 1
+    width = (single_segment, 2, 4, 8)[flags >> 6]
+    start = 5 + (1 - single_segment) + (0, 1, 2, 4)[flags & 3]
+    if width == 0 or len(head) < start + width:
+        return None
+    return int.from_bytes(head[start : start + width], "little") + (256 if width == 2 else 0)
 
 
 def _zstd() -> Any:
