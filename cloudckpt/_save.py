@@ -15,7 +15,7 @@ import numpy as np
 
 from cloudckpt import catalog
 from cloudckpt.config import Config
-from cloudckpt.errors import CloudckptError, InvalidStateError, RankError, StoreError
+from cloudckpt.errors import AlreadyCommittedError, CloudckptError, InvalidStateError, RankError, StoreError
 from cloudckpt.format import values as plain
 from cloudckpt.format.codec import Bytes1D
 from cloudckpt.format.dtypes import dtype
@@ -287,7 +287,11 @@ def _write(
             num_requests=num_requests + own,
         )
 
-    return ranks.round(lambda: None, publish)
+    try:
+        return ranks.round(lambda: None, publish)
+    except AlreadyCommittedError:
+        _remove(store, written)
+        raise
 
 
 def _job(
