@@ -58,13 +58,14 @@ def state(rank: int) -> dict[str, Any]:
 
 
 def winner_at(place: Place, number: int) -> tuple[int, str]:
-    """The job whose state lies there, whole, and the commit id."""
+    """The job whose state lies there, whole, and the commit id. Nothing else may lie there."""
     found = place.read(f"step-{number}")
     assert torch.equal(found["w"], state(found["job"])["w"])
     store = place.store(f"step-{number}")
-    commit_id = catalog.read_manifest(store).document.commit_id
+    manifest = catalog.read_manifest(store)
     store.close()
-    return found["job"], commit_id
+    assert place.keys(f"step-{number}") == sorted([*(entry.key for entry in manifest.objects), catalog.MANIFEST])
+    return found["job"], manifest.document.commit_id
 
 
 @pytest.mark.parametrize(

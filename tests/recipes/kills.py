@@ -23,7 +23,7 @@ from typing import Any
 from cloudckpt.config import Config
 
 TIMEOUT_S = 60.0
-CONFIG = Config(chunk_bytes=1024, pack_bytes=2100, num_threads=3, rank_timeout_s=1.0, retry_deadline_s=10.0)
+CONFIG = Config(chunk_bytes=1024, pack_bytes=2100, num_threads=3, rank_timeout_s=2.0, retry_deadline_s=10.0)
 
 # Calls of a Store that a save may make; "close" is the store's own.
 STORE_CALLS = {
