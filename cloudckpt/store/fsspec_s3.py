@@ -18,7 +18,7 @@ from cloudckpt.config import Config
 from cloudckpt.errors import CloudckptError, NotFoundError, StoreError
 from cloudckpt.store.base import Buffer, byte_view
 from cloudckpt.store.counts import Counter
-from cloudckpt.store.parts import MAX_PARTS, part_size
+from cloudckpt.store.parts import MAX_PARTS, part_size, parts_in_flight
 from cloudckpt.store.retry import call
 from cloudckpt.store.s3_options import parse, with_boto3_chain
 
@@ -96,11 +96,11 @@ class S3fsUpload:
         self._fs = filesystem
         self._bucket, self._name, _ = filesystem.split_path(path)
         self._key = key
-        self._config = config
         self._counter = counter
         self._translated = translated
         self._size = size
         self._part_bytes = part_size(nbytes_hint, config.part_bytes)
+        self._in_flight = parts_in_flight(self._part_bytes, config)
         self._buffer = bytearray()
         self._pool: ThreadPoolExecutor | None = None
         self._pending: set[Future[None]] = set()
@@ -165,11 +165,11 @@ class S3fsUpload:
             )
         if self._upload_id is None:
             self._upload_id = self._request(others=1, method="create_multipart_upload")["UploadId"]
-            self._pool = ThreadPoolExecutor(self._config.num_threads, thread_name_prefix="cloudckpt-part")
+            self._pool = ThreadPoolExecutor(self._in_flight, thread_name_prefix="cloudckpt-part")
         assert self._pool is not None
         self._num_parts += 1
         body, self._buffer = bytes(self._buffer), bytearray()
-        self._wait_for(self._config.num_threads - 1)
+        self._wait_for(self._in_flight - 1)
         self._pending.add(self._pool.submit(self._put_part, self._num_parts, body))
 
     def _put_part(self, number: int, body: bytes) -> None:

@@ -19,7 +19,7 @@ from cloudckpt.store.counts import Counter
 from cloudckpt.store.obstore_clients import make_clients
 from cloudckpt.store.obstore_errors import NoBucketError, facts, translated
 from cloudckpt.store.obstore_upload import ObstoreUpload
-from cloudckpt.store.parts import part_size
+from cloudckpt.store.parts import part_size, parts_in_flight
 from cloudckpt.store.paths import check_key, clean_prefix, join, mask, scheme_of
 from cloudckpt.store.retry import Backoff, call
 
@@ -119,7 +119,10 @@ class ObstoreStore:
         part_bytes = part_size(nbytes_hint, self._config.part_bytes)
         with self._translated("write", key):
             writer = obstore.open_writer(
-                self._clients.upload, path, buffer_size=part_bytes, max_concurrency=self._config.num_threads
+                self._clients.upload,
+                path,
+                buffer_size=part_bytes,
+                max_concurrency=parts_in_flight(part_bytes, self._config),
             )
         return ObstoreUpload(
             writer,

@@ -22,8 +22,8 @@ CLOCK_SKEW_S = 900.0
 class ObstoreUpload:
     """Keeps references to what ``write`` is given, not copies, until its part is sent.
 
-    ``write`` waits while ``Config.num_threads`` parts are under way, so that no more than so many
-    times ``part_bytes`` are referred to.
+    ``write`` waits while `parts_in_flight` parts are under way, so that no more than so many times
+    ``part_bytes`` are referred to.
     """
 
     def __init__(

@@ -1,6 +1,8 @@
-"""How large the parts of a multipart upload are."""
+"""How large the parts of a multipart upload are, and how many are under way."""
 
 from __future__ import annotations
+
+from cloudckpt.config import Config
 
 MAX_PARTS = 10_000
 """https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html"""
@@ -20,3 +22,8 @@ def part_size(nbytes: int | None, part_bytes: int) -> int:
         return smallest
     needed = -(-nbytes * 11 // (10 * MAX_PARTS))
     return -(-needed // _STEP_BYTES) * _STEP_BYTES
+
+
+def parts_in_flight(part_bytes: int, config: Config) -> int:
+    """How many parts one upload may send at a time: two more are being filled or handed over."""
+    return max(1, min(config.num_threads, config.memory_bytes // part_bytes - 2))

@@ -194,5 +194,8 @@ def _upload_plain(
         yield from (partial(put_chunk, write) for write in job.writes)
         yield from (partial(put_document, item) for item in job.own_documents.items())
 
-    run_all(tasks(), num_threads=config.num_threads, cancel=cancel)
+    # A chunk that is being put is held up to three times: gathered, joined to its checksum, in the client's hands.
+    largest = max((write.nbytes for write in job.writes), default=1)
+    num_threads = max(1, min(config.num_threads, config.memory_bytes // (3 * largest)))
+    run_all(tasks(), num_threads=num_threads, cancel=cancel)
     return done.receipt()
