@@ -43,6 +43,11 @@ def check_absent(store: Store, *, overwrite: bool) -> None:
         if "bucket" in str(error):
             raise
         return
+    except StoreError as error:
+        # S3 refuses the question about an absent object if one may not list the bucket. The commit decides anyway.
+        if error.retryable:
+            raise
+        return
     raise _already(store)
 
 
