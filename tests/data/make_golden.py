@@ -1,0 +1,89 @@
+"""Makes the golden checkpoints of a format version: run once for each version, never again.
+
+    torchrun --nproc-per-node 4 tests/data/make_golden.py tests/data/format-1.0
+
+What must be in them is written down on its own in tests/test_golden.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import cloudckpt
+from cloudckpt.format.dtypes import DTYPES
+
+
+def pattern(name: str) -> torch.Tensor:
+    """Five elements whose bytes are 3, 10, 17, ...; zeros and ones for bool."""
+    kind = DTYPES[name]
+    if name == "bool":
+        return torch.tensor([True, False, True, True, False])
+    data = torch.tensor([(7 * i + 3) % 256 for i in range(5 * kind.itemsize)], dtype=torch.uint8)
+    dtype: torch.dtype = getattr(torch, name)
+    return data.view(dtype)
+
+
+def make_state(rank: int) -> dict[Any, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    uneven = torch.arange(60, dtype=torch.float32).reshape(10, 6)
+    grid = torch.arange(96, dtype=torch.bfloat16).reshape(8, 12)
+    w = distribute_tensor(uneven, mesh, [Shard(0), Shard(0)])
+    return {
+        "model": {
+            "uneven": w,
+            "tied": w,
+            "grid": distribute_tensor(grid, mesh, [Shard(0), Shard(1)]),
+            "rows": distribute_tensor(grid.float(), mesh, [Replicate(), Shard(0)]),
+            "padded": torch.arange(35, dtype=torch.int16).reshape(7, 5),
+            "scalar": torch.tensor(2.5, dtype=torch.float64),
+            "empty": torch.zeros(0, 3),
+        },
+        ("block", 3): {1: torch.tensor([1]), "1": torch.tensor([2]), False: "no", "größe/ä": torch.tensor([3])},
+        "numpy": {
+            "text": np.array(["a", "bcd"]),
+            "big": np.array([1, 2, 256], dtype=">i4"),
+            "time": np.array(["2026-01-02"], dtype="M8[D]"),
+            "plain": np.arange(3, dtype="<f8"),
+        },
+        "values": [
+            None,
+            -0.0,
+            float("nan"),
+            float("-inf"),
+            2**80,
+            b"\x00\xff",
+            (1, "x", {2.5: {"y", "z"}}),
+            OrderedDict(b=1, a=2),
+            datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
+            torch.Size([2, 3]),
+            torch.bfloat16,
+            np.float32(0.1),
+        ],
+        "rng": cloudckpt.PerRank({"seed": 100 + rank, "state": torch.tensor([rank, 255], dtype=torch.uint8)}),
+    }
+
+
+def main(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    state = make_state(dist.get_rank())
+    types = {"types": {name: pattern(name) for name in DTYPES}}
+    small, large = cloudckpt.Config(chunk_bytes=96), cloudckpt.Config(chunk_bytes=512)
+    about: dict[str, Any] = {"step": 1000, "metadata": {"note": "golden", "loss": 0.25}}
+    cloudckpt.save(state | types, folder / "packed", config=small, **about)
+    cloudckpt.save(state, folder / "plain", layout="zarr", config=large, **about)
+    cloudckpt.save(state, folder / "zstd", compression="zstd", config=large, **about)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
