@@ -99,6 +99,7 @@ class S3fsUpload:
         self._counter = counter
         self._translated = translated
         self._size = size
+        self._config = config
         self._part_bytes = part_size(nbytes_hint, config.part_bytes)
         self._in_flight = parts_in_flight(self._part_bytes, config)
         self._buffer = bytearray()
