@@ -16,12 +16,10 @@ from cloudckpt.config import Config
 from cloudckpt.errors import InvalidStateError, MismatchError
 from cloudckpt.format.manifest import Manifest, decode_manifest
 from cloudckpt.format.tree import TreePath, leaves, path_text
-from cloudckpt.plan.reads import RankReads, StoredChunks, plan_load
-from cloudckpt.plan.shard import PieceTable
 from cloudckpt.progress import Progress, start_progress
 from cloudckpt.pytorch.fill import Match, Problems, check_root, match_state
 from cloudckpt.pytorch.group import Group, make_group
-from cloudckpt.pytorch.targets import Targets
+from cloudckpt.pytorch.targets import plan_targets
 from cloudckpt.store.base import Store
 from cloudckpt.store.resolve import resolve
 from cloudckpt.transfer.download import download, effective_read_bytes
@@ -179,11 +177,6 @@ def _unpack(bits: bytes, count: int) -> npt.NDArray[np.bool_]:
     return np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=count).astype(bool)
 
 
-def stored_chunks(manifest: Manifest) -> StoredChunks:
-    columns = manifest.columns
-    return StoredChunks(manifest.grids, manifest.first_chunks, columns.object, columns.byte_offset, columns.nbytes)
-
-
 def _read(
     ranks: Group,
     store: Store,
@@ -197,7 +190,7 @@ def _read(
 
     def fetch() -> _Result:
         start = time.perf_counter()
-        targets, reads = plan_rank(manifest, match, config)
+        targets, reads = plan_targets(manifest, match.wants, read_bytes=effective_read_bytes(config))
         seconds["plan"] = time.perf_counter() - start
         total = sum(read.nbytes for read in reads.reads)
         before = store.counts
@@ -230,12 +223,3 @@ def _read(
         )
 
     return ranks.round(fetch, summarise)
-
-
-def plan_rank(manifest: Manifest, match: Match, config: Config) -> tuple[Targets, RankReads]:
-    """This rank's reads, and where their chunks go."""
-    wants = sorted(match.wants, key=lambda want: want[0])
-    rows = [(number, shard, piece) for number, shard in wants for piece in shard.pieces if piece.box.num_elements]
-    table = PieceTable.build((number, piece.box) for number, _, piece in rows)
-    plan = plan_load(stored_chunks(manifest), [table], read_bytes=effective_read_bytes(config)).rank(0)
-    return Targets(manifest, [(shard, piece) for _, shard, piece in rows], plan), plan

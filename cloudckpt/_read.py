@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cloudckpt._load import plan_rank
 from cloudckpt.checkpoint import array_number, by_rank, open_checkpoint
 from cloudckpt.config import Config
 from cloudckpt.errors import FormatError, InvalidStateError, NotFoundError
@@ -21,10 +20,10 @@ from cloudckpt.format import values
 from cloudckpt.format.dtypes import from_numpy, numpy_dtype
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.tree import Node, TreePath, children, is_mapping, key_token, path_text
-from cloudckpt.pytorch.fill import Match
 from cloudckpt.pytorch.per_rank import decode_inline
 from cloudckpt.pytorch.shards import LocalShard, ndarray_shard, tensor_shard
-from cloudckpt.transfer.download import download
+from cloudckpt.pytorch.targets import plan_targets
+from cloudckpt.transfer.download import download, effective_read_bytes
 
 
 def read(
@@ -54,7 +53,7 @@ def read(
             state = values.decode(tree, leaf=targets.leaf, allow_pickle=allow_pickle)
         except FormatError as error:
             raise FormatError(f"{checkpoint.url}: {error}") from error
-        sinks, reads = plan_rank(manifest, Match(wants=targets.wants), config)
+        sinks, reads = plan_targets(manifest, targets.wants, read_bytes=effective_read_bytes(config))
         download(
             checkpoint.store,
             manifest,

@@ -64,10 +64,7 @@ class CheckpointStore(Store):
         self._checkpoint = checkpoint
         self._config = config
         manifest = checkpoint.manifest
-        columns = manifest.columns
-        self._stored = StoredChunks(
-            manifest.grids, manifest.first_chunks, columns.object, columns.byte_offset, columns.nbytes
-        )
+        self._stored = StoredChunks.of(manifest)
         self._grids = [_regular(grid) for grid in manifest.grids]
 
     def __eq__(self, other: object) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cloudckpt.format.grid import Grid, Ints
+from cloudckpt.format.manifest import Manifest
 from cloudckpt.plan.coalesce import coalesce
 from cloudckpt.plan.overlap import overlaps
 from cloudckpt.plan.shard import PieceTable, padded_bounds
@@ -22,6 +23,11 @@ class StoredChunks:
     object: Ints
     byte_offset: Ints
     nbytes: Ints
+
+    @staticmethod
+    def of(manifest: Manifest) -> StoredChunks:
+        columns = manifest.columns
+        return StoredChunks(manifest.grids, manifest.first_chunks, columns.object, columns.byte_offset, columns.nbytes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,10 +11,25 @@ from cloudckpt.format.box import Box
 from cloudckpt.format.codec import Bytes1D
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.place import Placement, PlacementSink
-from cloudckpt.plan.reads import RankReads
-from cloudckpt.plan.shard import PieceBox
+from cloudckpt.plan.reads import RankReads, StoredChunks, plan_load
+from cloudckpt.plan.shard import PieceBox, PieceTable
 from cloudckpt.pytorch.memory import array_bytes, tensor_elements
 from cloudckpt.pytorch.shards import LocalShard
+
+
+def plan_targets(
+    manifest: Manifest, wants: Sequence[tuple[int, LocalShard]], *, read_bytes: int
+) -> tuple[Targets, RankReads]:
+    """What one rank reads for its ``wants`` (array number, shard to fill), and where it goes."""
+    rows = [
+        (number, shard, piece)
+        for number, shard in sorted(wants, key=lambda want: want[0])
+        for piece in shard.pieces
+        if piece.box.num_elements
+    ]
+    table = PieceTable.build((number, piece.box) for number, _, piece in rows)
+    plan = plan_load(StoredChunks.of(manifest), [table], read_bytes=read_bytes).rank(0)
+    return Targets(manifest, [(shard, piece) for _, shard, piece in rows], plan), plan
 
 
 class Targets:
