@@ -1,5 +1,6 @@
 """read(): the saved structure without a template."""
 
+import os
 from collections import OrderedDict
 
 import ml_dtypes
@@ -10,6 +11,7 @@ import torch
 import cloudckpt
 from cloudckpt.errors import CorruptChunkError, FormatError, InvalidStateError, NotFoundError, StoreError
 from cloudckpt.format.codec import decompress, encode_chunk
+from cloudckpt.verify import verify
 from tests.format.exact import same
 from tests.interop import saved
 from tests.sharding import same_bits
@@ -217,3 +219,29 @@ def test_on_s3(juicefs_s3):
     group = cloudckpt.open_zarr(url, storage_options=juicefs_s3.storage_options)
     assert np.array_equal(group["model.w"][1:3], saved.NUMPY["model.w"][1:3])
     group.store.close()
+
+
+def test_copies_made_by_other_tools(tmp_path, juicefs_s3):
+    """Row 80: google/orbax#394. Nothing in a checkpoint knows where or when it was written."""
+    cloudckpt.save(saved.state(), tmp_path / "a")
+    bucket = juicefs_s3.make_bucket("copies")
+    url, options = f"s3://{bucket}/elsewhere", juicefs_s3.storage_options
+    files = sorted((path for path in (tmp_path / "a").rglob("*") if path.is_file()), reverse=True)
+    assert files[0].name == "manifest.json"
+    client = juicefs_s3.client()
+    for path in files:
+        client.put_object(Bucket=bucket, Key=f"elsewhere/{path.relative_to(tmp_path / 'a')}", Body=path.read_bytes())
+    assert torch.equal(cloudckpt.read(url, storage_options=options)["model"]["w"], saved.state()["model"]["w"])
+    assert verify(url, storage_options=options).ok
+    for path in files:
+        target = tmp_path / "b" / path.relative_to(tmp_path / "a")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        found = client.get_object(Bucket=bucket, Key=f"elsewhere/{path.relative_to(tmp_path / 'a')}")
+        target.write_bytes(found["Body"].read())
+        os.utime(target, (0, 0))
+    client.close()
+    before = sorted(tmp_path.rglob("*"))
+    assert torch.equal(cloudckpt.read(tmp_path / "b")["model"]["w"], saved.state()["model"]["w"])
+    assert cloudckpt.open_zarr(tmp_path / "b")["scalar"][()] == 7
+    assert verify(tmp_path / "b").ok
+    assert sorted(tmp_path.rglob("*")) == before  # reading leaves nothing behind
