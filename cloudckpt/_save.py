@@ -233,7 +233,7 @@ def _write(
     progress: Progress,
     config: Config,
 ) -> Commit:
-    written: list[UploadReceipt] = []
+    written: list[ObjectEntry] = []
 
     def send() -> _Report:
         digests = shard_digests({i: state.shards[i] for i in assignment.checked if i in state.shards})
@@ -249,8 +249,8 @@ def _write(
                 config=config,
                 cancel=ranks.cancel,
                 advance=advance,
+                written=written,
             )
-        written.append(receipt)
         counts = store.counts
         return _Report(receipt, digests, counts.gets + counts.puts + counts.others)
 
@@ -413,7 +413,10 @@ def _joined_receipts(
     return tuple(objects), (table[0], table[1], table[2], table[3])
 
 
-def _remove(store: Store, receipts: Sequence[UploadReceipt]) -> None:
+def _remove(store: Store, written: Sequence[ObjectEntry]) -> None:
     """Objects of a save that was not committed serve nobody. What cannot be removed now is left to the sweep."""
+    keys = [entry.key for entry in written]
     with contextlib.suppress(StoreError, RankError):
-        store.delete([entry.key for receipt in receipts for entry in receipt.objects])
+        # Where the store is down every key would wait for its deadline: the first one tells.
+        if keys and not store.delete(keys[:1]):
+            store.delete(keys[1:])

@@ -89,11 +89,18 @@ def upload(
     config: Config,
     cancel: threading.Event,
     advance: Advance,
+    written: list[ObjectEntry],
 ) -> UploadReceipt:
-    """Write everything in ``job``, durable on return. Raises InterruptedTransferError once ``cancel`` is set."""
+    """Write everything in ``job``, durable on return. Raises InterruptedTransferError once ``cancel`` is set.
+
+    ``written`` grows with every object that is there, also if an error follows.
+    """
+    done = _Rows(objects=written)
     if layout == "zarr":
-        return _upload_plain(store, job, read_chunk, config, cancel, advance)
-    return _upload_packs(store, job, read_chunk, config, cancel, advance)
+        _upload_plain(store, job, read_chunk, config, cancel, advance, done)
+    else:
+        _upload_packs(store, job, read_chunk, config, cancel, advance, done)
+    return done.receipt()
 
 
 class _Pack:
@@ -125,9 +132,14 @@ class _Pack:
 
 
 def _upload_packs(
-    store: Store, job: UploadJob, read_chunk: ReadChunk, config: Config, cancel: threading.Event, advance: Advance
-) -> UploadReceipt:
-    done = _Rows()
+    store: Store,
+    job: UploadJob,
+    read_chunk: ReadChunk,
+    config: Config,
+    cancel: threading.Event,
+    advance: Advance,
+    done: _Rows,
+) -> None:
     for number, batch in enumerate(_batches(job.writes, config.pack_bytes)):
         size = sum(w.nbytes + 4 for w in batch)
         pack = _Pack(store, pack_key(job.attempt, job.rank, number), size + 1024 * len(batch))
@@ -145,7 +157,6 @@ def _upload_packs(
         except BaseException:
             pack.upload.abort()
             raise
-    return done.receipt()
 
 
 def _batches(writes: Sequence[ChunkWrite], pack_bytes: int) -> Iterator[list[ChunkWrite]]:
@@ -163,10 +174,15 @@ def _batches(writes: Sequence[ChunkWrite], pack_bytes: int) -> Iterator[list[Chu
 
 
 def _upload_plain(
-    store: Store, job: UploadJob, read_chunk: ReadChunk, config: Config, cancel: threading.Event, advance: Advance
-) -> UploadReceipt:
+    store: Store,
+    job: UploadJob,
+    read_chunk: ReadChunk,
+    config: Config,
+    cancel: threading.Event,
+    advance: Advance,
+    done: _Rows,
+) -> None:
     root = plain_root(job.attempt)
-    done = _Rows()
     lock = threading.Lock()
 
     def put(key: str, data: Buffer) -> int:
@@ -198,4 +214,3 @@ def _upload_plain(
     largest = max((write.nbytes for write in job.writes), default=1)
     num_threads = max(1, min(config.num_threads, config.memory_bytes // (3 * largest)))
     run_all(tasks(), num_threads=num_threads, cancel=cancel)
-    return done.receipt()

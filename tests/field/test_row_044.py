@@ -73,6 +73,7 @@ def test_a_pack_says_how_large_it_will_be_before_its_first_byte(num_chunks: int)
         config=Config(pack_bytes=200 * GIB),
         cancel=threading.Event(),
         advance=lambda nbytes: None,
+        written=[],
     )
     (hint,) = recorder.hints
     assert hint is not None
