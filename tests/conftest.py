@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 
 from tests.ranks import RankPool
+from tests.recipes.kills import Zygote
 from tests.servers.juicefs import start_juicefs
 from tests.servers.moto import start_moto
 from tests.servers.process import S3Server
@@ -37,6 +38,14 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """``zygote.run([(function, *args), ...])`` calls functions in new processes, which may be killed."""
+    started = Zygote()
+    yield started
+    started.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ tests/recipes/test_kills.py kills at every other point too.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,6 @@ from tests.field.places import Place
 from tests.recipes.kills import Zygote, save_job, value_at
 
 OVERWRITE = {"step": 5, "overwrite": True}
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    started = Zygote()
-    yield started
-    started.stop()
 
 
 @pytest.mark.parametrize("layout", ["packed", "zarr"])

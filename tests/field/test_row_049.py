@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,6 @@ from tests.recipes.kills import Ended, Zygote, save_job, value_at
 
 NUMEL = 16 * MIB
 """64 MiB of float32."""
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    started = Zygote()
-    yield started
-    started.stop()
 
 
 def files_below(root: str) -> list[Path]:

@@ -17,13 +17,6 @@ from tests.recipes.kills import CONFIG, Zygote, expected
 NOBODY = 65534
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    started = Zygote()
-    yield started
-    started.stop()
-
-
 @pytest.fixture
 def root() -> Iterator[Path]:
     """Not pytest's own folder: that one is closed to others."""

@@ -6,7 +6,7 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,6 @@ class Place:
         """Of the last trial; they end with the one that it was killed at."""
         log = self.logs / "events"
         return log.read_text().splitlines() if log.exists() else []
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    started = Zygote()
-    yield started
-    started.stop()
 
 
 @pytest.fixture(params=["local", "juicefs"])
