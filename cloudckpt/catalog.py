@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cloudckpt.errors import AlreadyCommittedError, FormatError, NotFoundError, StoreError
+from cloudckpt.errors import AlreadyCommittedError, FormatError, NoBucketError, NotFoundError, StoreError
 from cloudckpt.format.keys import MANIFEST, parse_step
 from cloudckpt.format.manifest import Manifest, decode_manifest
 from cloudckpt.store.base import Store
@@ -19,9 +19,9 @@ def read_manifest_bytes(store: Store) -> bytes:
     """Raises NotFoundError where nothing was committed, telling an unfinished save from nothing at all."""
     try:
         return store.get(MANIFEST)
+    except NoBucketError:
+        raise
     except NotFoundError as error:
-        if "bucket" in str(error):
-            raise
         if _holds_objects(store):
             raise NotFoundError(
                 f"{store.url} holds objects but no manifest: the checkpoint was never committed{_hint_at_steps(store)}"
@@ -39,9 +39,9 @@ def check_absent(store: Store, *, overwrite: bool) -> None:
         return
     try:
         store.size(MANIFEST)
-    except NotFoundError as error:
-        if "bucket" in str(error):
-            raise
+    except NoBucketError:
+        raise
+    except NotFoundError:
         return
     except StoreError as error:
         # S3 refuses the question about an absent object if one may not list the bucket. The commit decides anyway.

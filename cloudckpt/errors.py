@@ -1,7 +1,8 @@
 """What can go wrong, grouped by what a caller would do about it.
 
 CloudckptError
-├── NotFoundError          nothing is there: wrong URL, no bucket, not committed
+├── NotFoundError          nothing is there: wrong URL, not committed
+│   └── NoBucketError      not even the bucket
 ├── AlreadyCommittedError  the checkpoint exists: choose another step, or overwrite=True
 ├── InvalidStateError      the state or an argument cannot be used as it is: change it
 ├── MismatchError          target and checkpoint differ: change the target, or strict=False
@@ -23,6 +24,10 @@ class CloudckptError(Exception):
 
 class NotFoundError(CloudckptError):
     """No such checkpoint, bucket or object."""
+
+
+class NoBucketError(NotFoundError):
+    """Not even the bucket is there: most likely its name is mistyped."""
 
 
 class AlreadyCommittedError(CloudckptError):

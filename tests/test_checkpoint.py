@@ -101,6 +101,13 @@ def test_not_committed(url):
         cloudckpt.open_checkpoint(url)
 
 
+def test_a_url_with_the_word_bucket_in_it(tmp_path):
+    cloudckpt.save({"a": 1}, tmp_path / "bucket/x")
+    assert cloudckpt.read(tmp_path / "bucket/x") == {"a": 1}
+    with pytest.raises(NotFoundError, match="no checkpoint at"):
+        cloudckpt.open_checkpoint(tmp_path / "bucket/y")
+
+
 def test_a_run_is_not_a_checkpoint(tmp_path):
     cloudckpt.save({"a": 1}, tmp_path / "step-00000003")
     with pytest.raises(NotFoundError, match="step-00000003"):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from cloudckpt.errors import CloudckptError, NotFoundError, StoreError
+from cloudckpt.errors import CloudckptError, NoBucketError, NotFoundError, StoreError
 
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "RequestExpired"}
@@ -91,7 +91,7 @@ def _translate(
     found = facts(error)
     message = f"cannot {verb} {key or 'objects'} in {url}: {found.text or _text(error)}"
     if found.code in _NO_BUCKET:
-        return NotFoundError(f"no bucket {bucket!r} ({message})")
+        return NoBucketError(f"no bucket {bucket!r} ({message})")
     if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError)) and found.code != "NoSuchUpload":
         return NotFoundError(f"no object {key} in {url}")
     if found.code in _EXPIRED:

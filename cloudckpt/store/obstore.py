@@ -12,12 +12,12 @@ import obstore
 from obstore.exceptions import AlreadyExistsError
 
 from cloudckpt.config import KIB, Config
-from cloudckpt.errors import NotFoundError, StoreError
+from cloudckpt.errors import NoBucketError, NotFoundError, StoreError
 from cloudckpt.store import probe
 from cloudckpt.store.base import Buffer, ObjectInfo, RequestCounts, Upload, byte_view
 from cloudckpt.store.counts import Counter
 from cloudckpt.store.obstore_clients import make_clients
-from cloudckpt.store.obstore_errors import NoBucketError, facts, translated
+from cloudckpt.store.obstore_errors import facts, translated
 from cloudckpt.store.obstore_upload import ObstoreUpload
 from cloudckpt.store.parts import part_size, parts_in_flight
 from cloudckpt.store.paths import check_key, clean_prefix, join, mask, scheme_of

@@ -20,7 +20,7 @@ from obstore.exceptions import (
     UnknownConfigurationKeyError,
 )
 
-from cloudckpt.errors import CloudckptError, InvalidStateError, NotFoundError, StoreError
+from cloudckpt.errors import CloudckptError, InvalidStateError, NoBucketError, NotFoundError, StoreError
 from cloudckpt.store.fallback import ClientMismatchError
 
 _STATUS = re.compile(r"\bstatus: (\d{3})\b")
@@ -34,10 +34,6 @@ _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "RequestExpired"}
 _PASSING_CODES = {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "ServerBusy", "OperationAborted"}
 _PASSING_STATUSES = {408, 425, 429, 500, 502, 503, 504}
-
-
-class NoBucketError(NotFoundError):
-    """Not only the object is absent."""
 
 
 @dataclass(frozen=True)
