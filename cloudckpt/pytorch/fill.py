@@ -28,6 +28,7 @@ from cloudckpt.format.tree import (
     leaves,
     path_text,
 )
+from cloudckpt.pytorch.optimizers import complete_state
 from cloudckpt.pytorch.per_rank import PerRank, decode_inline, decode_rank_value
 from cloudckpt.pytorch.shards import LocalShard, check_writable, ndarray_shard, tensor_shard
 from cloudckpt.pytorch.state import is_stateful
@@ -78,6 +79,8 @@ class _Matcher:
             return self.array(target, node, path)
         if is_stateful(target):
             state = target.state_dict()
+            if isinstance(target, torch.optim.Optimizer):
+                complete_state(target, state, node, self.manifest)
             finish = self.walk(state, node, path, keys)
             return lambda: _load_into(target, finish())
         if isinstance(target, dict) and is_mapping(node):

@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -218,10 +217,15 @@ class Ranks:
         return bytes(self._store.get(key)) if self._store.check([key]) else b""
 
     def _wait(self, key: str, timeout_s: float) -> bool:
-        try:
-            self._store.wait([key], timedelta(seconds=timeout_s))
-        except dist.DistStoreError:
-            return False
+        """Asks again and again: the store's own wait warns on the console whenever it times out."""
+        deadline = time.monotonic() + timeout_s
+        longest_s = 0.05 + self.size / 8192  # so that many ranks do not flood the store
+        pause_s = 0.001
+        while not self._store.check([key]):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
         return True
 
     def _forget(self, number: int) -> None:

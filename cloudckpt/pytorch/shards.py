@@ -198,7 +198,9 @@ def check_writable(shard: LocalShard, target: torch.Tensor | npt.NDArray[Any]) -
     if isinstance(target, torch.Tensor) and (target.is_conj() or target.is_neg()):
         raise InvalidStateError(f"{shard.text!r}: the target is a conjugated or negated view; resolve it first")
     if isinstance(shard.memory, torch.Tensor):
-        if any(s == 0 and n > 1 for s, n in zip(shard.memory.stride(), shard.memory.shape, strict=True)):
+        if shard.memory.numel() and any(
+            s == 0 and n > 1 for s, n in zip(shard.memory.stride(), shard.memory.shape, strict=True)
+        ):
             raise InvalidStateError(f"{shard.text!r}: the target is an expanded tensor, whose elements share memory")
     elif not shard.memory.flags.writeable:
         raise InvalidStateError(f"{shard.text!r}: the target array is read-only")

@@ -1,0 +1,41 @@
+"""Optimizers that have not stepped yet have no state to fill: it is made after what is stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from cloudckpt.format.dtypes import DTYPES
+from cloudckpt.format.manifest import Manifest
+from cloudckpt.format.tree import Node, children, is_array
+
+
+def complete_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], node: Node, manifest: Manifest) -> None:
+    """Add to ``state`` (a fresh ``optimizer.state_dict()``) what only the checkpoint has, for parameters that exist.
+
+    A stored tensor of its parameter's shape is laid out like the parameter; others are held whole.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    stored = dict(_children(node)).get("state")
+    for index, entries in _children(stored):
+        if type(index) is int and 0 <= index < len(params) and index not in state["state"]:
+            state["state"][index] = {name: _blank(params[index], entry, manifest) for name, entry in _children(entries)}
+
+
+def _children(node: Node) -> list[tuple[Any, Node]]:
+    return [(key, child) for key, child in children(node) or () if isinstance(key, (str, int))]
+
+
+def _blank(param: torch.Tensor, node: Node, manifest: Manifest) -> Any:
+    """A target of the right kind; its values do not matter."""
+    if not is_array(node) or node["$"] != "tensor":
+        return None
+    entry = manifest.arrays[manifest.array_index[node["array"]]]
+    dtype = getattr(torch, entry.dtype) if entry.dtype in DTYPES else param.dtype
+    if tuple(param.shape) == entry.shape:
+        return torch.zeros_like(param, dtype=dtype).detach()
+    # Step counters stay on the host, where torch's optimizers make them.
+    local = param.to_local() if isinstance(param, DTensor) else param
+    return torch.zeros(entry.shape, dtype=dtype, device="cpu" if not entry.shape else local.device)
