@@ -202,7 +202,7 @@ def _read(
         counts = store.counts
         touched = np.zeros(num_chunks, dtype=bool)
         touched[reads.chunk] = True
-        requests = counts.gets + counts.others - before.gets - before.others
+        requests = counts.requests - before.requests
         fetched = counts.bytes_fetched - before.bytes_fetched
         return _Result(np.packbits(touched).tobytes(), fetched, requests, seconds)
 

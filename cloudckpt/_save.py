@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -19,18 +16,8 @@ from cloudckpt.errors import AlreadyCommittedError, CloudckptError, InvalidState
 from cloudckpt.format import values as plain
 from cloudckpt.format.codec import Bytes1D
 from cloudckpt.format.dtypes import dtype
-from cloudckpt.format.keys import chunk_key, new_attempt
-from cloudckpt.format.manifest import (
-    FORMAT,
-    VERSION,
-    ArrayEntry,
-    ChunkColumns,
-    Document,
-    Manifest,
-    MeshEntry,
-    ObjectEntry,
-)
-from cloudckpt.format.zarr_json import array_document, encode_document, group_document
+from cloudckpt.format.keys import new_attempt
+from cloudckpt.format.manifest import Manifest, MeshEntry, ObjectEntry
 from cloudckpt.plan.shard import PieceTable, TensorSpec
 from cloudckpt.plan.tree import MergedTree, RankTree, merge
 from cloudckpt.plan.writes import SavePlan, plan_save
@@ -42,7 +29,8 @@ from cloudckpt.pytorch.shards import LocalShard
 from cloudckpt.pytorch.state import RankState, encode_state, piece_table
 from cloudckpt.store.base import Store
 from cloudckpt.store.resolve import resolve
-from cloudckpt.transfer.upload import ChunkWrite, UploadJob, UploadReceipt, upload
+from cloudckpt.transfer.job import Blueprint, assemble, upload_job
+from cloudckpt.transfer.upload import ChunkWrite, UploadReceipt, upload
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -93,11 +81,9 @@ class _Description:
 class _Assignment:
     """What the coordinator tells all ranks to do. ``order``: id to tensor number, ``checked``: digests to send."""
 
-    attempt: str
-    merged: MergedTree
-    plan: SavePlan
+    blueprint: Blueprint
     order: Mapping[str, int]
-    checked: Mapping[str, int]
+    checked: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +141,7 @@ def save(
     held: list[RankState] = []
     try:
         assignment = ranks.round(describe, lambda parts: _assign(parts, opened[0]))
-        return _write(ranks, opened[0], assignment, held[0], options, metadata, progress, config)
+        return _write(ranks, opened[0], assignment, held[0], overwrite=overwrite, progress=progress, config=config)
     finally:
         for store in opened:
             store.close()
@@ -184,20 +170,27 @@ def _description(state: RankState, options: _Options, metadata: Mapping[str, Any
 
 def _assign(parts: Sequence[_Description], store: Store) -> _Assignment:
     """On the coordinator: one tree, one plan."""
-    first = parts[0]
+    options = parts[0].options
     for rank, part in enumerate(parts):
-        if part.options != first.options:
-            raise InvalidStateError(
-                f"save() was called with {first.options} on rank 0 but {part.options} on rank {rank}"
-            )
-    catalog.check_absent(store, overwrite=first.options.overwrite)
-    merged = merge([part.tree for part in parts], values=first.options.values)
+        if part.options != options:
+            raise InvalidStateError(f"save() was called with {options} on rank 0 but {part.options} on rank {rank}")
+    catalog.check_absent(store, overwrite=options.overwrite)
+    merged = merge([part.tree for part in parts], values=options.values)
     order = {spec.id: i for i, spec in enumerate(merged.leaves)}
     tables = [_renumbered(part, order) for part in parts]
     specs = [TensorSpec(plain.dotted(s.path), s.shape, dtype(s.dtype).itemsize) for s in merged.leaves]
-    plan = plan_save(specs, tables, chunk_bytes=first.options.chunk_bytes)
-    checked = {} if first.options.check_replicas == "none" else _shared_tensors(merged, tables, first.options)
-    return _Assignment(new_attempt(), merged, plan, order, checked)
+    blueprint = Blueprint(
+        attempt=new_attempt(),
+        step=options.step,
+        layout=options.layout,
+        compression=options.compression,
+        merged=merged,
+        plan=plan_save(specs, tables, chunk_bytes=options.chunk_bytes),
+        meshes=tuple(dict.fromkeys(mesh for part in parts for mesh in part.meshes)),
+        metadata=parts[0].metadata,
+        world_size=len(parts),
+    )
+    return _Assignment(blueprint, order, _to_compare(merged, tables, options.check_replicas))
 
 
 def _renumbered(part: _Description, order: Mapping[str, int]) -> PieceTable:
@@ -211,16 +204,18 @@ def _renumbered(part: _Description, order: Mapping[str, int]) -> PieceTable:
     return PieceTable(tensor[rows], part.pieces.offset[rows], part.pieces.shape[rows])
 
 
-def _shared_tensors(merged: MergedTree, tables: Sequence[PieceTable], options: _Options) -> dict[str, int]:
-    """Tensors whose replicas must prove that they are equal."""
+def _to_compare(merged: MergedTree, tables: Sequence[PieceTable], check_replicas: str) -> tuple[str, ...]:
+    """Ids of the tensors whose replicas must prove that they are equal."""
+    if check_replicas == "none":
+        return ()
     holders = np.zeros(len(merged.leaves), dtype=np.int64)
     for table in tables:
         holders[np.unique(table.tensor)] += 1
-    return {
-        spec.id: i
-        for i, spec in enumerate(merged.leaves)
-        if holders[i] > 1 and (spec.checked or options.check_replicas == "all")
-    }
+    return tuple(
+        spec.id
+        for spec, count in zip(merged.leaves, holders.tolist(), strict=True)
+        if count > 1 and (spec.checked or check_replicas == "all")
+    )
 
 
 def _write(
@@ -228,54 +223,43 @@ def _write(
     store: Store,
     assignment: _Assignment,
     state: RankState,
-    options: _Options,
-    metadata: Mapping[str, Any] | None,
+    *,
+    overwrite: bool,
     progress: Progress,
     config: Config,
 ) -> Commit:
+    blueprint = assignment.blueprint
     written: list[ObjectEntry] = []
+    assembled: list[tuple[Manifest, int]] = []
 
     def send() -> _Report:
         digests = shard_digests({i: state.shards[i] for i in assignment.checked if i in state.shards})
-        job, shards = _job(assignment, state, options, ranks.rank)
-        total = sum(write.nbytes for write in job.writes)
+        job = upload_job(blueprint, ranks.rank)
+        shards = {assignment.order[i]: shard for i, shard in state.shards.items() if i in assignment.order}
         scratch = Scratch()
+        total = sum(write.nbytes for write in job.writes)
         with start_progress(progress, "save", total, show=ranks.rank == 0) as advance:
             receipt = upload(
                 store,
                 job,
-                lambda write: _read_chunk(assignment, shards, write, scratch),
-                layout=options.layout,
+                lambda write: _read_chunk(blueprint.plan, shards, write, scratch),
+                layout=blueprint.layout,
                 config=config,
                 cancel=ranks.cancel,
                 advance=advance,
                 written=written,
             )
-        counts = store.counts
-        return _Report(receipt, digests, counts.gets + counts.puts + counts.others)
+        return _Report(receipt, digests, store.counts.requests)
 
-    def assemble(reports: Sequence[_Report]) -> tuple[Manifest, int]:
+    def check(reports: Sequence[_Report]) -> None:
         compare_digests([report.digests for report in reports])
-        manifest = _manifest(assignment, options, metadata, state, [r.receipt for r in reports], ranks.size)
-        return manifest, sum(report.num_requests for report in reports)
-
-    pending: list[tuple[Manifest, int]] = []
-
-    def hold(reports: Sequence[_Report]) -> None:
-        pending.append(assemble(reports))
-
-    try:
-        ranks.round(send, hold)
-    except CloudckptError:
-        _remove(store, written)
-        raise
+        manifest = assemble(blueprint, [report.receipt for report in reports])
+        assembled.append((manifest, sum(report.num_requests for report in reports)))
 
     def publish(_: Sequence[None]) -> Commit:
-        manifest, num_requests = pending[0]
-        before = store.counts
-        catalog.commit(store, manifest, overwrite=options.overwrite)
-        after = store.counts
-        own = after.gets + after.puts + after.others - before.gets - before.puts - before.others
+        manifest, num_requests = assembled[0]
+        before = store.counts.requests
+        catalog.commit(store, manifest, overwrite=overwrite)
         document = manifest.document
         return Commit(
             url=store.url,
@@ -284,9 +268,14 @@ def _write(
             nbytes=manifest.nbytes,
             num_chunks=document.chunks.count,
             num_objects=len(document.objects),
-            num_requests=num_requests + own,
+            num_requests=num_requests + store.counts.requests - before,
         )
 
+    try:
+        ranks.round(send, check)
+    except CloudckptError:
+        _remove(store, written)
+        raise
     try:
         return ranks.round(lambda: None, publish)
     except AlreadyCommittedError:
@@ -294,123 +283,11 @@ def _write(
         raise
 
 
-def _job(
-    assignment: _Assignment, state: RankState, options: _Options, rank: int
-) -> tuple[UploadJob, dict[int, LocalShard]]:
-    """This rank's chunks in tensor order, and the shards that they come from."""
-    plan, merged = assignment.plan, assignment.merged
-    shards = {assignment.order[i]: shard for i, shard in state.shards.items() if i in assignment.order}
-    names = [merged.names[spec.id] for spec in merged.leaves]
-    writes: list[ChunkWrite] = []
-    chunks = plan.chunks_of(rank)
-    tensors = np.searchsorted(plan.first_chunks, chunks, side="right") - 1
-    for chunk, tensor in zip(chunks.tolist(), tensors.tolist(), strict=True):
-        grid = plan.grids[tensor]
-        number = chunk - int(plan.first_chunks[tensor])
-        kind = dtype(merged.leaves[tensor].dtype)
-        index = grid.index(number) + (0,) * len(kind.trailing)
-        nbytes = int(grid.stored_elements[number]) * kind.itemsize
-        writes.append(ChunkWrite(chunk, names[tensor], chunk_key(names[tensor], index), nbytes))
-    documents = {
-        names[t]: encode_document(array_document(merged.leaves[t].dtype, plan.grids[t], options.compression))
-        for t in dict.fromkeys([*tensors.tolist(), *(_unowned(plan) if rank == 0 else ())])
-    }
-    group = encode_document(group_document())
-    own = {f"{names[t]}/zarr.json": documents[names[t]] for t in _first_owned(plan, rank)}
-    if rank == 0:
-        own["zarr.json"] = group
-    job = UploadJob(assignment.attempt, rank, tuple(writes), documents, own, group, options.compression)
-    return job, shards
-
-
-def _unowned(plan: SavePlan) -> list[int]:
-    """Tensors without elements have no chunks, and so no rank that writes them."""
-    return [i for i, grid in enumerate(plan.grids) if not grid.num_chunks]
-
-
-def _first_owned(plan: SavePlan, rank: int) -> list[int]:
-    """Tensors whose zarr.json this rank writes in the plain layout: whoever writes the first chunk does."""
-    return [
-        i
-        for i, (grid, first) in enumerate(zip(plan.grids, plan.first_chunks.tolist(), strict=True))
-        if (int(plan.owner[first]) if grid.num_chunks else 0) == rank
-    ]
-
-
-def _read_chunk(
-    assignment: _Assignment, shards: Mapping[int, LocalShard], write: ChunkWrite, scratch: Scratch
-) -> Bytes1D:
-    plan = assignment.plan
-    tensor = int(np.searchsorted(plan.first_chunks, write.chunk, side="right")) - 1
+def _read_chunk(plan: SavePlan, shards: Mapping[int, LocalShard], write: ChunkWrite, scratch: Scratch) -> Bytes1D:
+    tensor = int(plan.tensors_of(np.array([write.chunk]))[0])
     number = write.chunk - int(plan.first_chunks[tensor])
     grid = plan.grids[tensor]
     return shards[tensor].read(grid.box(number), grid.stored_shape(number), scratch)
-
-
-def _manifest(
-    assignment: _Assignment,
-    options: _Options,
-    metadata: Mapping[str, Any] | None,
-    state: RankState,
-    receipts: Sequence[UploadReceipt],
-    world_size: int,
-) -> Manifest:
-    plan, merged = assignment.plan, assignment.merged
-    objects, columns = _joined_receipts(plan, merged, receipts)
-    arrays = tuple(
-        ArrayEntry(
-            name=merged.names[spec.id],
-            dtype=spec.dtype,
-            shape=spec.shape,
-            grid=grid.encode(),
-            first_chunk=first,
-            compression=options.compression,
-        )
-        for spec, grid, first in zip(merged.leaves, plan.grids, plan.first_chunks.tolist(), strict=True)
-    )
-    return Manifest(
-        Document(
-            format=FORMAT,
-            version=VERSION,
-            commit_id=uuid.uuid4().hex,
-            attempt=assignment.attempt,
-            step=options.step,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            writer=f"cloudckpt {version('cloudckpt')}",
-            world_size=world_size,
-            layout=options.layout,
-            meshes=state.meshes,
-            metadata=plain.encode(dict(metadata or {})),
-            tree=merged.node,
-            arrays=arrays,
-            objects=objects,
-            chunks=ChunkColumns.pack(*columns),
-        )
-    )
-
-
-def _joined_receipts(
-    plan: SavePlan, merged: MergedTree, receipts: Sequence[UploadReceipt]
-) -> tuple[tuple[ObjectEntry, ...], tuple[Any, Any, Any, Any]]:
-    """The object list and the chunk table. Raises InvalidStateError unless every chunk was written exactly once."""
-    count = len(plan.owner)
-    times = np.zeros(count, dtype=np.int64)
-    table = np.zeros((4, count), dtype=np.int64)
-    objects: list[ObjectEntry] = []
-    for receipt in receipts:
-        np.add.at(times, receipt.chunk, 1)
-        table[:, receipt.chunk] = [
-            receipt.object + len(objects), receipt.byte_offset, receipt.nbytes, receipt.crc32c.astype(np.int64)
-        ]  # fmt: skip
-        objects.extend(receipt.objects)
-    wrong = np.nonzero(times != 1)[0]
-    if len(wrong):
-        chunk = int(wrong[0])
-        tensor = int(np.searchsorted(plan.first_chunks, chunk, side="right")) - 1
-        box = plan.grids[tensor].box(chunk - int(plan.first_chunks[tensor]))
-        fault = "was written by nobody" if times[chunk] == 0 else f"was written {times[chunk]} times"
-        raise InvalidStateError(f"tensor {plain.dotted(merged.leaves[tensor].path)!r}: chunk {box} {fault}")
-    return tuple(objects), (table[0], table[1], table[2], table[3])
 
 
 def _remove(store: Store, written: Sequence[ObjectEntry]) -> None:

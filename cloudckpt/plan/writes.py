@@ -29,6 +29,11 @@ class SavePlan:
         """The chunks that a rank writes, in the order in which it writes them."""
         return np.nonzero(self.owner == rank)[0]
 
+    def tensors_of(self, chunks: Ints) -> Ints:
+        """The tensor that each of the chunks belongs to."""
+        # Tensors without chunks share their first chunk with the next: "right" skips them.
+        return np.searchsorted(self.first_chunks, chunks, side="right") - 1
+
 
 @dataclass(frozen=True, slots=True)
 class _Share:

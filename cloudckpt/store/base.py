@@ -46,6 +46,10 @@ class RequestCounts:
     bytes_sent: int = 0
     retries: int = 0
 
+    @property
+    def requests(self) -> int:
+        return self.gets + self.puts + self.others
+
 
 class Upload(Protocol):
     """One object being written front to back. Nothing is visible under the key before ``close``."""

@@ -1,0 +1,146 @@
+"""From the plan of a save to one rank's upload job, and from all ranks' receipts to the manifest."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cloudckpt.errors import InvalidStateError
+from cloudckpt.format import values
+from cloudckpt.format.dtypes import dtype
+from cloudckpt.format.keys import chunk_key
+from cloudckpt.format.manifest import (
+    FORMAT,
+    VERSION,
+    ArrayEntry,
+    ChunkColumns,
+    ChunkTable,
+    Document,
+    Manifest,
+    MeshEntry,
+    ObjectEntry,
+)
+from cloudckpt.format.zarr_json import array_document, encode_document, group_document
+from cloudckpt.plan.tree import MergedTree
+from cloudckpt.plan.writes import SavePlan
+from cloudckpt.transfer.upload import ChunkWrite, UploadJob, UploadReceipt
+
+
+@dataclass(frozen=True, eq=False)
+class Blueprint:
+    """Everything about the checkpoint that is known before its chunks are written."""
+
+    attempt: str
+    step: int | None
+    layout: str
+    compression: str | None
+    merged: MergedTree
+    plan: SavePlan
+    meshes: tuple[MeshEntry, ...]
+    metadata: values.Node
+    world_size: int
+
+    @property
+    def names(self) -> list[str]:
+        """The array names of the tensors, by number."""
+        return [self.merged.names[spec.id] for spec in self.merged.leaves]
+
+
+def upload_job(blueprint: Blueprint, rank: int) -> UploadJob:
+    """What ``rank`` writes: its chunks in tensor order, and the zarr.json of their arrays."""
+    plan, leaves, names = blueprint.plan, blueprint.merged.leaves, blueprint.names
+    chunks = plan.chunks_of(rank)
+    tensors = plan.tensors_of(chunks)
+    writes = []
+    for chunk, tensor in zip(chunks.tolist(), tensors.tolist(), strict=True):
+        grid, number = plan.grids[tensor], chunk - int(plan.first_chunks[tensor])
+        kind = dtype(leaves[tensor].dtype)
+        index = grid.index(number) + (0,) * len(kind.trailing)
+        nbytes = int(grid.stored_elements[number]) * kind.itemsize
+        writes.append(ChunkWrite(chunk, names[tensor], chunk_key(names[tensor], index), nbytes))
+    described = _described_by(plan, rank)
+    documents = {
+        names[t]: encode_document(array_document(leaves[t].dtype, plan.grids[t], blueprint.compression))
+        for t in dict.fromkeys([*tensors.tolist(), *described])
+    }
+    group = encode_document(group_document())
+    own = {f"{names[t]}/zarr.json": documents[names[t]] for t in described}
+    if rank == 0:
+        own["zarr.json"] = group
+    return UploadJob(blueprint.attempt, rank, tuple(writes), documents, own, group, blueprint.compression)
+
+
+def _described_by(plan: SavePlan, rank: int) -> list[int]:
+    """Tensors whose zarr.json this rank writes in the plain layout: the writer of the first chunk, else rank 0."""
+    firsts = zip(plan.grids, plan.first_chunks.tolist(), strict=True)
+    return [i for i, (grid, first) in enumerate(firsts) if rank == (plan.owner[first] if grid.num_chunks else 0)]
+
+
+def assemble(blueprint: Blueprint, receipts: Sequence[UploadReceipt]) -> Manifest:
+    """The manifest. Raises InvalidStateError, naming tensor and box, unless every chunk was written exactly once."""
+    plan, merged = blueprint.plan, blueprint.merged
+    objects, chunks = _joined(blueprint, receipts)
+    arrays = tuple(
+        ArrayEntry(
+            name=name,
+            dtype=spec.dtype,
+            shape=spec.shape,
+            grid=grid.encode(),
+            first_chunk=first,
+            compression=blueprint.compression,
+        )
+        for name, spec, grid, first in zip(
+            blueprint.names, merged.leaves, plan.grids, plan.first_chunks.tolist(), strict=True
+        )
+    )
+    return Manifest(
+        Document(
+            format=FORMAT,
+            version=VERSION,
+            commit_id=uuid.uuid4().hex,
+            attempt=blueprint.attempt,
+            step=blueprint.step,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            writer=f"cloudckpt {version('cloudckpt')}",
+            world_size=blueprint.world_size,
+            layout=blueprint.layout,
+            meshes=blueprint.meshes,
+            metadata=blueprint.metadata,
+            tree=merged.node,
+            arrays=arrays,
+            objects=objects,
+            chunks=chunks,
+        )
+    )
+
+
+def _joined(blueprint: Blueprint, receipts: Sequence[UploadReceipt]) -> tuple[tuple[ObjectEntry, ...], ChunkTable]:
+    count = len(blueprint.plan.owner)
+    times = np.zeros(count, dtype=np.int64)
+    columns: list[npt.NDArray[Any]] = [np.zeros(count, dtype=np.int64) for _ in range(4)]
+    objects: list[ObjectEntry] = []
+    for receipt in receipts:
+        np.add.at(times, receipt.chunk, 1)
+        parts = (receipt.object + len(objects), receipt.byte_offset, receipt.nbytes, receipt.crc32c)
+        for column, part in zip(columns, parts, strict=True):
+            column[receipt.chunk] = part
+        objects.extend(receipt.objects)
+    wrong = np.nonzero(times != 1)[0]
+    if len(wrong):
+        raise _miscounted(blueprint, int(wrong[0]), int(times[wrong[0]]))
+    return tuple(objects), ChunkColumns.pack(*columns)
+
+
+def _miscounted(blueprint: Blueprint, chunk: int, times: int) -> InvalidStateError:
+    plan = blueprint.plan
+    tensor = int(plan.tensors_of(np.array([chunk]))[0])
+    path = values.dotted(blueprint.merged.leaves[tensor].path)
+    box = plan.grids[tensor].box(chunk - int(plan.first_chunks[tensor]))
+    return InvalidStateError(f"tensor {path!r}: chunk {box} was written {times} times instead of once")
