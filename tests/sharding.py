@@ -46,6 +46,8 @@ def make_mesh(shape: Sequence[int], ranks: Sequence[int] | None = None) -> Devic
 
 def shard(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """This rank's part of a tensor that all ranks hold, without communication."""
+    if full.dim() == 0:
+        return distribute_tensor(full, mesh, placements, src_data_rank=None)  # from_local takes () for no shape at all
     part = distribute_tensor(numbers(full), mesh, placements, src_data_rank=None)
     local = part.to_local().clone().view(full.dtype)
     return DTensor.from_local(
