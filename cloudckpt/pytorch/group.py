@@ -219,13 +219,13 @@ class Ranks:
     def _wait(self, key: str, timeout_s: float) -> bool:
         """Asks again and again: the store's own wait warns on the console whenever it times out."""
         deadline = time.monotonic() + timeout_s
-        longest_s = 0.05 + self.size / 8192  # so that many ranks do not flood the store
-        pause_s = 0.001
+        longest_s = 0.02 + self.size / 4096  # so that many ranks do not flood the store
+        pause_s = 0.0005
         while not self._store.check([key]):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, longest_s)
+            pause_s = min(1.5 * pause_s, longest_s)
         return True
 
     def _forget(self, number: int) -> None:
