@@ -35,6 +35,7 @@ class FileUpload:
             # autocommit=False: nothing shows under the name before commit(), where that is supported.
             self._file: Any = filesystem.open(path, "wb", autocommit=False)
         self._is_open = True
+        self._is_visible = False
 
     def write(self, data: Buffer) -> None:
         if not self._is_open:
@@ -55,6 +56,7 @@ class FileUpload:
                 self._file.close()
                 if hasattr(self._file, "commit"):
                     self._file.commit()
+                self._is_visible = True
                 found = self._fs.info(self._path)["size"]
             if found != self._nbytes:
                 raise StoreError(f"{self._key} has {found} bytes after {self._nbytes} were written", key=self._key)
@@ -70,7 +72,7 @@ class FileUpload:
         self._is_open = False
         try:
             with self._translated():
-                if hasattr(self._file, "discard"):
+                if hasattr(self._file, "discard") and not self._is_visible:
                     self._file.discard()
                 else:
                     self._file.close()
