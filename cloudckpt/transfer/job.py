@@ -143,4 +143,5 @@ def _miscounted(blueprint: Blueprint, chunk: int, times: int) -> InvalidStateErr
     tensor = int(plan.tensors_of(np.array([chunk]))[0])
     path = values.dotted(blueprint.merged.leaves[tensor].path)
     box = plan.grids[tensor].box(chunk - int(plan.first_chunks[tensor]))
-    return InvalidStateError(f"tensor {path!r}: chunk {box} was written {times} times instead of once")
+    fault = f"was written {times} times" if times else "was written by nobody"
+    return InvalidStateError(f"tensor {path!r}: chunk {box} {fault}")

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloudckpt import _save
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.box import Box
 from cloudckpt.format.manifest import ObjectEntry
@@ -20,6 +19,7 @@ from cloudckpt.plan.reads import StoredChunks, plan_load
 from cloudckpt.plan.shard import PieceTable, TensorSpec
 from cloudckpt.plan.tree import LeafSpec, MergedTree
 from cloudckpt.plan.writes import SavePlan, plan_save
+from cloudckpt.transfer.job import Blueprint, assemble
 from cloudckpt.transfer.upload import UploadReceipt
 
 pytestmark = pytest.mark.timeout(60)
@@ -121,7 +121,8 @@ def test_a_chunk_that_two_ranks_or_none_wrote_is_named(change: int, fault: str):
         (ObjectEntry(key="a/p", nbytes=1, crc32c=0, rank=0),), chunks, zeros, zeros, zeros, zeros.astype(np.uint32)
     )
     merged = MergedTree({}, (LeafSpec("w", ("w",), "float32", spec.shape),), {"w": "w"})
+    blueprint = Blueprint("a", 1, "packed", None, merged, plan, (), {}, 1)
     box = plan.grids[0].box(victim)
     with pytest.raises(InvalidStateError, match=f"'w'.*{fault}") as caught:
-        _save._joined_receipts(plan, merged, [receipt])
+        assemble(blueprint, [receipt])
     assert str(box) in str(caught.value)
