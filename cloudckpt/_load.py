@@ -94,14 +94,19 @@ def load(
     RankError), tensors may have been filled in part, plain values not at all: do not train on it.
     """
     config = config or Config()
-    _check_options(cast, exchange, rules, rename)
-    check_root(state)
     ranks = make_group(group, config.rank_timeout_s)
     seconds: dict[str, float] = {}
     start = time.perf_counter()
-    store = resolve(url, storage_options, config)
+    opened: list[Store] = []
+
+    def begin() -> None:
+        _check_options(cast, exchange, rules, rename)
+        check_root(state)
+        opened.append(resolve(url, storage_options, config))
+
     try:
-        data = ranks.round(lambda: None, lambda _: catalog.read_manifest_bytes(store))
+        data = ranks.round(begin, lambda _: catalog.read_manifest_bytes(opened[0]))
+        store = opened[0]
         manifest = decode_manifest(data, store.url)
         seconds["manifest"] = time.perf_counter() - start
         stored = [path for path, _ in leaves(manifest.document.tree)]
@@ -115,10 +120,11 @@ def load(
 
         missing, unexpected = ranks.round(compare, lambda wishes: _judge(wishes, stored, store.url, strict))
         report = _read(ranks, store, manifest, matches[0], progress, config, seconds)
-        matches[0].finish()
-        return replace(report, missing=missing, unexpected=unexpected)
+        # load_state_dict() of an object may fail on one rank, too.
+        return ranks.round(matches[0].finish, lambda _: replace(report, missing=missing, unexpected=unexpected))
     finally:
-        store.close()
+        for store in opened:
+            store.close()
 
 
 def _check_options(cast: bool, exchange: str, rules: object, rename: object) -> None:
@@ -141,10 +147,11 @@ def _judge(wishes: Sequence[_Wish], stored: list[TreePath], where: str, strict: 
     problems = Problems()
     for wish in wishes:
         asked |= _unpack(wish.asked, len(stored))
-        problems.missing.extend(m for m in wish.problems.missing if m not in problems.missing)
+        problems.missing.extend(wish.problems.missing)
         problems.shapes.update(wish.problems.shapes)
         problems.dtypes.update(wish.problems.dtypes)
         problems.kinds.update(wish.problems.kinds)
+    problems.missing = list(dict.fromkeys(problems.missing))
     unexpected = [path_text(path) for path, was_asked in zip(stored, asked, strict=True) if not was_asked]
     forgiven = not strict and not (problems.shapes or problems.dtypes or problems.kinds)
     if forgiven or not (problems.missing or unexpected or problems.shapes or problems.dtypes or problems.kinds):

@@ -127,13 +127,13 @@ def save(
     """
     config = config or Config()
     ranks = make_group(group, config.rank_timeout_s)
-    _check_options(layout, compression, values, rules, step)
     options = _Options(
         os.fspath(url), step, layout, compression, overwrite, values, config.check_replicas, config.chunk_bytes
     )
     opened: list[Store] = []
 
     def describe() -> _Description:
+        _check_options(options, rules)
         opened.append(resolve(url, storage_options, config))
         held.append(encode_state(state, allow_pickle=allow_pickle))
         return _description(held[0], options, metadata)
@@ -147,18 +147,18 @@ def save(
             store.close()
 
 
-def _check_options(layout: str, compression: str | None, values: str, rules: object, step: object) -> None:
+def _check_options(options: _Options, rules: object) -> None:
     for name, value, allowed in (
-        ("layout", layout, ("packed", "zarr")),
-        ("compression", compression, (None, "zstd")),
-        ("values", values, ("check", "rank0")),
+        ("layout", options.layout, ("packed", "zarr")),
+        ("compression", options.compression, (None, "zstd")),
+        ("values", options.values, ("check", "rank0")),
     ):
         if value not in allowed:
             raise InvalidStateError(f"{name} must be one of {allowed}, not {value!r}")
     if rules is not None:
         raise InvalidStateError("rules are not supported by this version: hold sharded tensors as DTensors")
-    if step is not None and (type(step) is not int or step < 0):
-        raise InvalidStateError(f"step must be an int >= 0, not {step!r}")
+    if options.step is not None and (type(options.step) is not int or options.step < 0):
+        raise InvalidStateError(f"step must be an int >= 0, not {options.step!r}")
 
 
 def _description(state: RankState, options: _Options, metadata: Mapping[str, Any] | None) -> _Description:

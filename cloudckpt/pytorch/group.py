@@ -110,8 +110,6 @@ class Ranks:
         epoch = _get_default_store().add(f"{prefix}/epoch/{self.rank}", 1)
         prefix = f"{prefix}/{epoch}"
         self._store = PrefixStore(prefix, _get_default_store())
-        # A second connection: the first may wait inside of a call, and holds a lock meanwhile.
-        self._side_store = PrefixStore(prefix, _get_default_store().clone())  # type: ignore[attr-defined]
 
     def round(self, part: Callable[[], T], combine: Callable[[Sequence[T]], R]) -> R:
         self._rounds += 1
@@ -159,8 +157,8 @@ class Ranks:
         while not stop.wait(HEARTBEAT_S):
             beats += 1
             try:
-                self._side_store.set(self._key(f"beat/{self.rank}"), str(beats))
-                has_failed = self._side_store.check([self._key("failed")])
+                self._store.set(self._key(f"beat/{self.rank}"), str(beats))
+                has_failed = self._store.check([self._key("failed")])
             except RuntimeError:  # the store's process is gone, and with it this round
                 self.cancel.set()
                 return
@@ -189,6 +187,8 @@ class Ranks:
         beats: dict[int, bytes] = {}
         deadline = time.monotonic() + self.timeout_s
         while missing:
+            # Those who wait for the verdict must see that this rank waits, too.
+            self._store.set(self._key(f"beat/{self.rank}"), f"waiting {time.monotonic()}")
             self._wait(self._key(f"here/{missing[0]}"), min(HEARTBEAT_S, max(0.01, deadline - time.monotonic())))
             missing = [r for r in missing if not self._store.check([self._key(f"here/{r}")])]
             if missing and time.monotonic() >= deadline:
