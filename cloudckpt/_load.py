@@ -120,8 +120,12 @@ def load(
 
         missing, unexpected = ranks.round(compare, lambda wishes: _judge(wishes, stored, store.url, strict))
         report = _read(ranks, store, manifest, matches[0], progress, config, seconds)
+
+        def finish() -> None:
+            matches[0].finish()
+
         # load_state_dict() of an object may fail on one rank, too.
-        return ranks.round(matches[0].finish, lambda _: replace(report, missing=missing, unexpected=unexpected))
+        return ranks.round(finish, lambda _: replace(report, missing=missing, unexpected=unexpected))
     finally:
         for store in opened:
             store.close()

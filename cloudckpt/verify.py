@@ -120,7 +120,7 @@ class _Check:
         ]
 
     def run(self) -> list[Fault]:
-        run_all(self._tasks(), num_threads=self._config.num_threads, cancel=threading.Event())
+        run_all(self._tasks(), num_threads=self._config.num_threads)
         return [fault for state in self._objects for fault in state.faults]
 
     def _tasks(self) -> Iterator[Callable[[], None]]:

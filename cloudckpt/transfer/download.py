@@ -49,18 +49,18 @@ def download(
     What a sink got before an error stays where it was put.
     """
     budget = ByteBudget(config.memory_bytes)
+    stop = threading.Event()
 
     def fetch(read: RangeRead) -> None:
         held = budget.acquire(store.buffered_bytes(read.nbytes) + _decode_bytes(manifest, read))
         try:
-            for chunk in _fetch(store, manifest, read, open_sink):
-                if cancel.is_set():
-                    raise InterruptedTransferError("stopped, since another rank failed")
+            for chunk in _fetch(store, manifest, read, open_sink, stop):
                 advance(int(manifest.columns.nbytes[chunk]))
         finally:
             budget.release(held)
 
-    run_all((partial(fetch, read) for read in reads), num_threads=config.num_threads, cancel=cancel)
+    tasks = (partial(fetch, read) for read in reads)
+    run_all(tasks, num_threads=config.num_threads, cancel=cancel, stop=stop)
 
 
 def effective_read_bytes(config: Config) -> int:
@@ -102,11 +102,15 @@ def _decode_bytes(manifest: Manifest, read: RangeRead) -> int:
     return max(sizes, default=0)
 
 
-def _fetch(store: Store, manifest: Manifest, read: RangeRead, open_sink: OpenSink) -> Iterator[int]:
+def _fetch(
+    store: Store, manifest: Manifest, read: RangeRead, open_sink: OpenSink, stop: threading.Event
+) -> Iterator[int]:
     key = manifest.objects[read.object].key
     reader = _RangeReader(manifest, read, open_sink)
     try:
         for part in store.stream(key, read.byte_offset, read.nbytes):
+            if stop.is_set():  # the targets may be in other use by now
+                raise InterruptedTransferError("stopped, since another part of the load failed")
             yield from reader.feed(np.frombuffer(part, dtype=np.uint8))
     except NotFoundError as error:
         raise corrupt(manifest, reader.chunk, f"its object is missing from the store: {error}") from error

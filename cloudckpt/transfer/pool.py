@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
@@ -31,32 +33,52 @@ class ByteBudget:
             self._changed.notify_all()
 
 
-def run_all(tasks: Iterable[Callable[[], None]], *, num_threads: int, cancel: threading.Event) -> None:
+GRACE_S = 1.5
+"""How long tasks get to see that all is over. A request can stall for longer than a job may wait for its failure."""
+
+_POLL_S = 0.1
+
+
+def run_all(
+    tasks: Iterable[Callable[[], None]],
+    *,
+    num_threads: int,
+    cancel: threading.Event | None = None,
+    stop: threading.Event | None = None,
+) -> None:
     """Run every task; after the first failure nothing new is begun, and that failure is raised.
 
-    ``cancel`` set from outside ends it with InterruptedTransferError; a failure here sets it, so
-    that tasks under way can stop.
+    ``cancel``, set from outside, ends it with InterruptedTransferError. ``stop`` is set in both
+    cases: tasks must look at it between two steps. One that does not end within `GRACE_S` is left
+    to end by itself, with its thread.
     """
+    cancel, stop = cancel or threading.Event(), stop or threading.Event()
+    pool = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="cloudckpt")
     iterator = iter(tasks)
     running: set[Future[None]] = set()
     failure: BaseException | None = None
-    with ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="cloudckpt") as pool:
-        while True:
+    deadline = math.inf
+    try:
+        while time.monotonic() < deadline:
+            if cancel.is_set() and failure is None:
+                failure = InterruptedTransferError("stopped, since another rank failed")
+            if failure is not None and not stop.is_set():
+                stop.set()
+                deadline = time.monotonic() + GRACE_S
             # The iterator may make the buffers that its tasks send: never run ahead of the threads.
-            while failure is None and not cancel.is_set() and len(running) < 2 * num_threads:
+            while failure is None and len(running) < 2 * num_threads:
                 task = next(iterator, None)
                 if task is None:
                     break
                 running.add(pool.submit(task))
             if not running:
                 break
-            done, running = wait(running, return_when=FIRST_COMPLETED)
+            done, running = wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED)
             for future in done:
-                error = future.exception()
+                error = None if future.cancelled() else future.exception()
                 if error is not None and (failure is None or isinstance(failure, InterruptedTransferError)):
                     failure = error
-                    cancel.set()
+    finally:
+        pool.shutdown(wait=not running, cancel_futures=True)
     if failure is not None:
         raise failure
-    if cancel.is_set():
-        raise InterruptedTransferError("stopped, since another rank failed")

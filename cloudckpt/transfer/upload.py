@@ -96,11 +96,23 @@ def upload(
     ``written`` grows with every object that is there, also if an error follows.
     """
     done = _Rows(objects=written)
+    stop = threading.Event()
     if layout == "zarr":
-        _upload_plain(store, job, read_chunk, config, cancel, advance, done)
+        # A chunk that is being put is held up to three times: gathered, joined to its checksum, in the client's hands.
+        largest = max((write.nbytes for write in job.writes), default=1)
+        num_threads = max(1, min(config.num_threads, config.memory_bytes // (3 * largest)))
+        tasks = _plain_tasks(store, job, read_chunk, stop, advance, done)
     else:
-        _upload_packs(store, job, read_chunk, config, cancel, advance, done)
+        # One thread: the client library sends in its own. Not this one, which must stay free to give up.
+        num_threads = 1
+        tasks = iter([partial(_upload_packs, store, job, read_chunk, config, stop, advance, done)])
+    run_all(tasks, num_threads=num_threads, cancel=cancel, stop=stop)
     return done.receipt()
+
+
+def _check(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise InterruptedTransferError("stopped, since another part of the save failed")
 
 
 class _Pack:
@@ -136,7 +148,7 @@ def _upload_packs(
     job: UploadJob,
     read_chunk: ReadChunk,
     config: Config,
-    cancel: threading.Event,
+    stop: threading.Event,
     advance: Advance,
     done: _Rows,
 ) -> None:
@@ -145,8 +157,7 @@ def _upload_packs(
         pack = _Pack(store, pack_key(job.attempt, job.rank, number), size + 1024 * len(batch))
         try:
             for write in batch:
-                if cancel.is_set():
-                    raise InterruptedTransferError("stopped, since another rank failed")
+                _check(stop)
                 encoded = encode_chunk(read_chunk(write), job.compression)
                 offset = pack.add_chunk(write.key, encoded)
                 done.rows.append((write.chunk, number, offset, encoded.nbytes, encoded.crc32c))
@@ -173,19 +184,14 @@ def _batches(writes: Sequence[ChunkWrite], pack_bytes: int) -> Iterator[list[Chu
         yield batch
 
 
-def _upload_plain(
-    store: Store,
-    job: UploadJob,
-    read_chunk: ReadChunk,
-    config: Config,
-    cancel: threading.Event,
-    advance: Advance,
-    done: _Rows,
-) -> None:
+def _plain_tasks(
+    store: Store, job: UploadJob, read_chunk: ReadChunk, stop: threading.Event, advance: Advance, done: _Rows
+) -> Iterator[Callable[[], None]]:
     root = plain_root(job.attempt)
     lock = threading.Lock()
 
     def put(key: str, data: Buffer) -> int:
+        _check(stop)
         key = f"{root}/{key}"
         store.put(key, data)
         entry = ObjectEntry(key=key, nbytes=len(data), crc32c=checksum(data), rank=job.rank)
@@ -194,8 +200,6 @@ def _upload_plain(
             return len(done.objects) - 1
 
     def put_chunk(write: ChunkWrite) -> None:
-        if cancel.is_set():
-            raise InterruptedTransferError("stopped, since another rank failed")
         encoded = encode_chunk(read_chunk(write), job.compression)
         data = np.concatenate([encoded.payload, np.frombuffer(encoded.suffix, dtype=np.uint8)])
         number = put(write.key, data)
@@ -206,11 +210,5 @@ def _upload_plain(
     def put_document(item: tuple[str, bytes]) -> None:
         put(*item)
 
-    def tasks() -> Iterator[Callable[[], None]]:
-        yield from (partial(put_chunk, write) for write in job.writes)
-        yield from (partial(put_document, item) for item in job.own_documents.items())
-
-    # A chunk that is being put is held up to three times: gathered, joined to its checksum, in the client's hands.
-    largest = max((write.nbytes for write in job.writes), default=1)
-    num_threads = max(1, min(config.num_threads, config.memory_bytes // (3 * largest)))
-    run_all(tasks(), num_threads=num_threads, cancel=cancel)
+    yield from (partial(put_chunk, write) for write in job.writes)
+    yield from (partial(put_document, item) for item in job.own_documents.items())

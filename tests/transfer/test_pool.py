@@ -14,7 +14,9 @@ from cloudckpt.transfer.pool import ByteBudget, run_all
 
 def test_all_tasks_run() -> None:
     done: list[int] = []
-    run_all((partial(done.append, i) for i in range(100)), num_threads=4, cancel=threading.Event())
+    run_all(
+        (partial(done.append, i) for i in range(100)), num_threads=4, cancel=threading.Event(), stop=threading.Event()
+    )
     assert sorted(done) == list(range(100))
 
 
@@ -28,22 +30,39 @@ def test_the_first_failure_is_raised_and_nothing_new_is_begun() -> None:
         time.sleep(0.01)
 
     with pytest.raises(ValueError, match="three"):
-        run_all((partial(task, i) for i in range(1000)), num_threads=2, cancel=threading.Event())
+        run_all(
+            (partial(task, i) for i in range(1000)), num_threads=2, cancel=threading.Event(), stop=threading.Event()
+        )
     assert len(begun) < 50
 
 
 def test_a_failure_lets_tasks_under_way_stop() -> None:
-    cancel = threading.Event()
+    stop = threading.Event()
 
     def wait() -> None:
-        assert cancel.wait(30)
+        assert stop.wait(30)
         raise InterruptedTransferError("stopped")
 
     def fail() -> None:
         raise ValueError("first")
 
     with pytest.raises(ValueError, match="first"):
-        run_all(iter([wait, fail]), num_threads=2, cancel=cancel)
+        run_all(iter([wait, fail]), num_threads=2, stop=stop)
+
+
+def test_a_task_that_stalls_is_left_behind() -> None:
+    cancel, stop, end = threading.Event(), threading.Event(), threading.Event()
+    ended: list[bool] = []
+
+    def stall() -> None:
+        cancel.set()
+        ended.append(end.wait(60))
+
+    with pytest.raises(InterruptedTransferError):
+        run_all(iter([stall, stall, stall]), num_threads=2, cancel=cancel, stop=stop)
+    assert ended == []
+    assert stop.is_set()
+    end.set()
 
 
 def test_cancelled_from_outside() -> None:
@@ -68,7 +87,9 @@ def test_the_budget_is_never_exceeded() -> None:
             held -= taken
         budget.release(taken)
 
-    run_all((partial(task, 10 + i % 60) for i in range(80)), num_threads=8, cancel=threading.Event())
+    run_all(
+        (partial(task, 10 + i % 60) for i in range(80)), num_threads=8, cancel=threading.Event(), stop=threading.Event()
+    )
     assert held == 0
     assert 0 < peak <= 100
 
