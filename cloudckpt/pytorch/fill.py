@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cloudckpt.errors import InvalidStateError
+from cloudckpt.errors import FormatError, InvalidStateError
 from cloudckpt.format import values
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.tree import (
@@ -100,11 +100,13 @@ class _Matcher:
         check_writable(shard, target)
         number = self.manifest.array_index[node["array"]]
         entry = self.manifest.arrays[number]
-        stored_dtype, dtype = (entry.dtype, shard.dtype) if kind == "tensor" else (node["numpy"], target.dtype.str)
+        stored_dtype, dtype = (entry.dtype, shard.dtype) if kind == "tensor" else (node.get("numpy"), target.dtype.str)
         if kind == "ndarray" and target.dtype.isbuiltin == 2:
             dtype = target.dtype.name
         if stored_dtype != dtype:
             self.match.problems.dtypes[text] = (stored_dtype, dtype)
+        elif entry.dtype != shard.dtype:
+            raise FormatError(f"{text!r}: a numpy array of {stored_dtype} does not fit its stored {entry.dtype} array")
         if entry.shape != shard.shape and stored_dtype == dtype:
             stored_shape = entry.shape if kind == "tensor" else tuple(node["shape"])
             self.match.problems.shapes[text] = (stored_shape, tuple(target.shape))

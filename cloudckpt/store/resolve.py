@@ -31,6 +31,8 @@ def resolve(
     options = dict(storage_options or {})
     config = config or Config()
     scheme = scheme_of(text)
+    if scheme is None and text.startswith(("://", "::")):
+        raise InvalidStateError(f"no scheme before {text!r}")
     filesystem = options.pop("fs", None)
     if filesystem is not None:
         return _passed_in(text, filesystem, options, config)
