@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cloudckpt.config import Config
 
 TIMEOUT_S = 60.0
@@ -55,10 +57,13 @@ class Zygote:
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        # Its name is not "daemon": that kind may not have children.
-        self._process = context.Process(target=_serve, args=(theirs,))
-        self._process.start()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+            # OpenBLAS would start threads when numpy is imported, OpenMP with the first large operation.
+            patch.setenv("OMP_NUM_THREADS", "1")
+            patch.setenv("OPENBLAS_NUM_THREADS", "1")
+            self._process.start()
         theirs.close()
 
     def run(
@@ -88,8 +93,6 @@ class Zygote:
 
 
 def _serve(pipe: Connection) -> None:
-    # OpenBLAS would start threads when numpy is imported, OpenMP with the first large operation.
-    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
     import boto3  # noqa: F401
     import torch.distributed.tensor  # noqa: F401
 
