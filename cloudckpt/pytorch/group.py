@@ -114,7 +114,7 @@ class Ranks:
     def round(self, part: Callable[[], T], combine: Callable[[Sequence[T]], R]) -> R:
         self._rounds += 1
         self.cancel.clear()
-        mine: T | _Failure | None = None
+        mine: bytes | _Failure | None = None
         try:
             mine = self._work(part)
             outcome = self._exchange(mine, combine)
@@ -124,9 +124,9 @@ class Ranks:
             raise _rank_error({self.rank: "; ".join([*own, text])}) from error
         if isinstance(outcome, _Failure):
             raise outcome.error from (mine.error if isinstance(mine, _Failure) else None)
-        return outcome
+        return pickle.loads(outcome)  # type: ignore[no-any-return]
 
-    def _exchange(self, mine: T | _Failure, combine: Callable[[Sequence[T]], R]) -> R | _Failure:
+    def _exchange(self, mine: bytes | _Failure, combine: Callable[[Sequence[T]], R]) -> bytes | _Failure:
         self._meet()
         parts: list[Any] | None = [None] * self.size if self.rank == COORDINATOR else None
         dist.gather_object(mine, parts, dst=self._coordinator, group=self._group())
@@ -136,12 +136,13 @@ class Ranks:
         dist.broadcast_object_list(box, src=self._coordinator, group=self._group())
         return box[0]  # type: ignore[no-any-return]
 
-    def _work(self, part: Callable[[], T]) -> T | _Failure:
+    def _work(self, part: Callable[[], T]) -> bytes | _Failure:
+        """The part, pickled here: what cannot be pickled must not break off the exchange."""
         watch = threading.Event()
         watcher = threading.Thread(target=self._watch, args=(watch,), name="cloudckpt-watch", daemon=True)
         watcher.start()
         try:
-            return part()
+            return pickle.dumps(part())
         except CloudckptError as error:
             failure = _Failure(error, isinstance(error, InterruptedTransferError))
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # the others must hear of it, whatever it is
@@ -245,12 +246,12 @@ def _control_group(ranks: list[int]) -> dist.ProcessGroup:
     return group
 
 
-def _combined(parts: list[Any], combine: Callable[[Sequence[Any]], R]) -> R | _Failure:
+def _combined(parts: list[Any], combine: Callable[[Sequence[Any]], Any]) -> bytes | _Failure:
     failures = {rank: part for rank, part in enumerate(parts) if isinstance(part, _Failure)}
     if failures:
         return _Failure(_joined(failures, len(parts)), False)
     try:
-        return combine(parts)
+        return pickle.dumps(combine([pickle.loads(part) for part in parts]))
     except CloudckptError as error:
         return _Failure(error, False)
     except Exception as error:  # noqa: BLE001  # must reach all ranks
