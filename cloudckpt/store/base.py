@@ -89,6 +89,10 @@ class Store(Protocol):
     def buffered_bytes(self, nbytes: int) -> int:
         """Host memory that one ``stream`` of ``nbytes`` holds at a time."""
 
+    @property
+    def num_streams(self) -> int:
+        """How many ``stream`` calls at a time pay off."""
+
     def size(self, key: str) -> int:
         """Bytes of the object, asked of the store itself, never of a cache. Raises NotFoundError."""
 

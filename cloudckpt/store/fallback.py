@@ -60,6 +60,10 @@ class FallbackStore:
             second = self._replace(store, error)
             yield from second.stream(key, byte_offset + done, nbytes - done)
 
+    @property
+    def num_streams(self) -> int:
+        return self._current.num_streams
+
     def buffered_bytes(self, nbytes: int) -> int:
         return self._current.buffered_bytes(nbytes)
 

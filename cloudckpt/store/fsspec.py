@@ -128,6 +128,10 @@ class FsspecStore:
                 self._check_end(key, end)
                 backoff.pause(StoreError(f"no bytes of {key} came from {self._url}", key=key, retryable=True))
 
+    @property
+    def num_streams(self) -> int:
+        return self._config.num_threads
+
     def buffered_bytes(self, nbytes: int) -> int:
         return min(nbytes, self._config.read_bytes)
 

@@ -23,7 +23,7 @@ from cloudckpt.store.counts import Counter
 from cloudckpt.store.paths import check_key, clean_prefix
 from cloudckpt.store.retry import call
 
-READ_BYTES = 512 * 1024
+READ_BYTES = 1024 * 1024
 """Fits a core's L2 cache, so that the checksum and the copy that follow do not go to memory again."""
 
 _TRANSIENT = {errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE, errno.EINTR}
@@ -84,6 +84,11 @@ class LocalStore:
                 yield buffer[:got]
         finally:
             os.close(descriptor)
+
+    @property
+    def num_streams(self) -> int:
+        # Reading a file is the CPU's work; more threads than cores only contend.
+        return min(self._config.num_threads, max(2, os.cpu_count() or 2))
 
     def buffered_bytes(self, nbytes: int) -> int:
         return min(nbytes, READ_BYTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -50,6 +51,10 @@ class MemoryStore:
         self._counter.add(gets=1, bytes_fetched=nbytes)
         if nbytes:
             yield memoryview(data)[byte_offset : byte_offset + nbytes]
+
+    @property
+    def num_streams(self) -> int:
+        return max(2, os.cpu_count() or 2)
 
     def buffered_bytes(self, nbytes: int) -> int:  # noqa: ARG002  # parts are views
         return 0

@@ -96,6 +96,10 @@ class ObstoreStore:
                 self._explain_range_error(key, end, error)
                 backoff.pause(error)
 
+    @property
+    def num_streams(self) -> int:
+        return self._config.num_threads
+
     def buffered_bytes(self, nbytes: int) -> int:
         # One part in the caller's hands, one being put together, and what the network has delivered
         # before it was asked for: 2 MiB in all, measured with readers that were slow.

@@ -60,7 +60,7 @@ def download(
             budget.release(held)
 
     tasks = (partial(fetch, read) for read in reads)
-    run_all(tasks, num_threads=config.num_threads, cancel=cancel, stop=stop)
+    run_all(tasks, num_threads=store.num_streams, cancel=cancel, stop=stop)
 
 
 def effective_read_bytes(config: Config) -> int:
