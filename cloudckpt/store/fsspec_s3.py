@@ -101,7 +101,8 @@ class S3fsUpload:
         self._size = size
         self._config = config
         self._part_bytes = part_size(nbytes_hint, config.part_bytes)
-        self._in_flight = parts_in_flight(self._part_bytes, config)
+        # botocore and aiohttp copy a body twice more while they send it [measured].
+        self._in_flight = parts_in_flight(3 * self._part_bytes, config)
         self._buffer = bytearray()
         self._pool: ThreadPoolExecutor | None = None
         self._pending: set[Future[None]] = set()
