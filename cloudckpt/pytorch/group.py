@@ -68,7 +68,11 @@ def make_group(group: dist.ProcessGroup | None, timeout_s: float) -> Group:
     if dist.get_world_size(group) == 1:
         return Alone()
     if group not in _GROUPS:
-        _GROUPS[group] = Ranks(group)
+        try:
+            _GROUPS[group] = Ranks(group)
+        except RuntimeError as error:
+            text = f"torch.distributed's store or the group is gone: {error}"
+            raise _rank_error({dist.get_rank(group): text}) from error
     ranks = _GROUPS[group]
     ranks.timeout_s = timeout_s
     return ranks
