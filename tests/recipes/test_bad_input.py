@@ -139,7 +139,7 @@ def test_a_committed_step_saved_again(tmp_path: Path, layout: Any):
         ({"metadata": {"x": object()}}, "object"),
         ({"storage_options": {"key": "x"}}, "storage_options"),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+    ids=["layout", "compression", "values", "negative-step", "float-step", "metadata", "local-options"],
 )
 def test_options_that_mean_nothing(tmp_path: Path, arguments: dict[str, Any], text: str):
     with pytest.raises(InvalidStateError, match=text):
