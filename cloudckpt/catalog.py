@@ -11,7 +11,7 @@ from cloudckpt.format.keys import MANIFEST, parse_step
 from cloudckpt.format.manifest import Manifest, decode_manifest
 from cloudckpt.store.base import Store
 
-WEAK_SETTLE_S = 0.1
+WEAK_SETTLE_S = 0.25
 """On stores that ignore conditions: the least time that a rival's put gets to show up before the read-back."""
 
 

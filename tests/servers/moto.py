@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
-from tests.servers.process import S3Server, find_binary, free_port, start, wait_until_up
+from tests.servers.process import S3Server, free_port, start, wait_until_up
 
 
 def start_moto(folder: Path, *, port: int | None = None) -> S3Server:
@@ -12,7 +13,8 @@ def start_moto(folder: Path, *, port: int | None = None) -> S3Server:
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "moto.log"
     port = port or free_port()
-    process = start([find_binary("moto_server"), "-H", "127.0.0.1", "-p", str(port)], log=log)
+    script = Path(__file__).with_name("atomic_moto.py")
+    process = start([sys.executable, str(script), "-H", "127.0.0.1", "-p", str(port)], log=log)
     endpoint_url = f"http://127.0.0.1:{port}"
     wait_until_up(process, endpoint_url, log=log)
     return S3Server(endpoint_url=endpoint_url, key="test-access-key", secret="test-secret-key", process=process)
