@@ -14,7 +14,8 @@ def start_moto(folder: Path, *, port: int | None = None) -> S3Server:
     log = folder / "moto.log"
     port = port or free_port()
     script = Path(__file__).with_name("atomic_moto.py")
-    process = start([sys.executable, str(script), "-H", "127.0.0.1", "-p", str(port)], log=log)
+    # -P: the folder of the script holds a moto.py of its own.
+    process = start([sys.executable, "-P", str(script), "-H", "127.0.0.1", "-p", str(port)], log=log)
     endpoint_url = f"http://127.0.0.1:{port}"
     wait_until_up(process, endpoint_url, log=log)
     return S3Server(endpoint_url=endpoint_url, key="test-access-key", secret="test-secret-key", process=process)
