@@ -8,6 +8,9 @@ import zipfile
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import cloudckpt
 from tests.interop import saved
@@ -95,6 +98,36 @@ def test_stock_zarr_finds_our_types_by_itself(tmp_path, layout):
     cloudckpt.save(saved.state(), tmp_path, layout=layout)
     names = [name for name in saved.NUMPY if name not in ("be", "empty")]
     assert read_elsewhere(ZARR, root(tmp_path, layout), names) == expected(names)
+
+
+WHOLE = torch.arange(48, dtype=torch.float32).reshape(8, 6)
+
+
+def save_rows(url, layout):
+    """Each rank writes its half of the rows."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    cloudckpt.save({"w": distribute_tensor(WHOLE.clone(), mesh, [Shard(0)])}, url, layout=layout)
+
+
+@pytest.mark.parametrize("program", [BLOCKED + TENSORSTORE, ZARR], ids=["tensorstore", "zarr"])
+def test_the_zarr_layout_of_several_ranks_is_opened_as_a_whole(tmp_path, ranks, program):
+    ranks.run(2, save_rows, tmp_path, "zarr")
+    assert read_elsewhere(program, root(tmp_path, "zarr"), ["w"]) == [
+        ["w", "float32", [8, 6], WHOLE.numpy().tobytes().hex()]
+    ]
+
+
+def test_a_pack_holds_the_part_of_one_rank(tmp_path, ranks):
+    """Opened alone, the other ranks' chunks read as the fill value; ``open_zarr`` has all."""
+    ranks.run(2, save_rows, tmp_path, "packed")
+    packs = sorted(tmp_path.glob("*/*.zarr.zip"))
+    assert len(packs) == 2
+    halves = [WHOLE.clone(), WHOLE.clone()]
+    halves[0][4:] = 0
+    halves[1][:4] = 0
+    for pack, half in zip(packs, halves, strict=True):
+        assert read_elsewhere(ZARR, pack, ["w"]) == [["w", "float32", [8, 6], half.numpy().tobytes().hex()]]
+    assert np.array_equal(cloudckpt.open_zarr(tmp_path)["w"][...], WHOLE.numpy())
 
 
 def test_types_of_several_bytes_without_a_zarr_name(tmp_path):
