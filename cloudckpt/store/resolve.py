@@ -6,6 +6,7 @@ Client libraries are imported when the first URL needs them: the command line st
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from cloudckpt.store.base import Store
 from cloudckpt.store.paths import mask, scheme_of
 
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
+# Two letters at least: one is a drive of Windows.
+_HALF_A_SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)", re.IGNORECASE)
 
 
 def resolve(
@@ -33,6 +36,13 @@ def resolve(
     scheme = scheme_of(text)
     if scheme is None and text.startswith(("://", "::")):
         raise InvalidStateError(f"no scheme before {text!r}")
+    if half := _HALF_A_SCHEME.match(text):
+        # Path("s3://bucket/run") is that. As a path it would be a folder "s3:" here, and no one would notice.
+        slashes = ":///" if half[1].lower() in ("file", "local") else "://"
+        raise InvalidStateError(
+            f"a slash is missing: did you mean {mask(half[1] + slashes + text[half.end() :])}? Pass a str: "
+            f"pathlib drops a slash of a URL (a local folder of that name is ./{half[1]}:/...)"
+        )
     filesystem = options.pop("fs", None)
     if filesystem is not None:
         return _passed_in(text, filesystem, options, config)
@@ -73,9 +83,12 @@ def _local(url: str, options: Mapping[str, Any], config: Config) -> Store:
 
     if set(options) - {"auto_mkdir"}:
         raise InvalidStateError(f"a local path takes no storage_options: {sorted(options)} given for {url}")
-    path = url.split("://", 1)[1] if "://" in url else url
-    if path.startswith("localhost/"):
-        path = path.removeprefix("localhost")
+    path = url
+    if scheme_of(url) is not None and "://" in url:
+        host, slash, below = url.split("://", 1)[1].partition("/")
+        if host not in ("", "localhost"):
+            raise InvalidStateError(f"{url!r} names the host {host!r}: a local path has three slashes, file:///...")
+        path = slash + below
     if not path:
         raise InvalidStateError(f"no path in {url!r}")
     return LocalStore(Path(path).expanduser(), config)

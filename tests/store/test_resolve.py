@@ -83,6 +83,32 @@ def test_urls_that_cannot_be_used(url: str, said: str):
     assert url in str(caught.value) or said == "not a key"
 
 
+@pytest.mark.parametrize(
+    ("url", "meant"),
+    [
+        (Path("s3://bucket/run") / "step-1", "s3://bucket/run/step-1"),
+        ("s3:/b/x", "s3://b/x"),
+        ("file:/tmp/x", "file:///tmp/x"),
+        ("S3:/b/x", "S3://b/x"),
+        ("gs:/", "gs://"),
+    ],
+)
+def test_a_url_that_has_lost_a_slash_is_no_local_folder(url: str | Path, meant: str):
+    with pytest.raises(InvalidStateError) as caught:
+        resolve(url)
+    assert f"did you mean {meant}?" in str(caught.value)
+    assert "pathlib" in str(caught.value)
+
+
+def test_a_file_url_with_a_host_is_refused_and_a_scheme_within_a_path_is_a_path(tmp_path: Path):
+    for url in ("file://server/share", "local://server", "file://tmp"):
+        with pytest.raises(InvalidStateError, match="host"):
+            resolve(url)
+    with pytest.raises(InvalidStateError, match="no path"):
+        resolve("file://localhost")
+    assert resolve(f"{tmp_path}/s3://x").url == f"{tmp_path}/s3:/x"
+
+
 def test_options_that_a_local_path_cannot_use_are_refused(tmp_path: Path):
     with pytest.raises(InvalidStateError, match="key"):
         resolve(tmp_path, {"key": "k"})
