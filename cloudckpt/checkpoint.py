@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,15 +16,13 @@ from cloudckpt.errors import FormatError
 from cloudckpt.format import values
 from cloudckpt.format.grid import Grid
 from cloudckpt.format.manifest import Manifest
-from cloudckpt.format.tree import array_leaves, path_text
+from cloudckpt.format.tree import array_leaves, path_text, values_by_rank
 from cloudckpt.store.base import Store
 from cloudckpt.store.resolve import resolve
 
 T = TypeVar("T")
 
 _HIDDEN_PICKLE = "pickle, not loaded"
-_RANK = re.compile(r"0|[1-9][0-9]{0,6}")
-"""Seven digits at most: a list by rank must not take memory that its text has not."""
 
 
 @dataclass(frozen=True)
@@ -173,12 +170,10 @@ def array_number(manifest: Manifest, node: Mapping[str, Any]) -> int:
 
 def by_rank(node: Mapping[str, Any], decode: Callable[[values.Node], T]) -> list[T | None]:
     """The values of a "per_rank" leaf, with None for ranks below the last that have none."""
-    held = node.get("values")
-    if not isinstance(held, dict) or not all(_RANK.fullmatch(rank) for rank in held):
-        raise FormatError("malformed per-rank value")
-    found: list[T | None] = [None] * (1 + max(map(int, held), default=-1))
+    held = values_by_rank(node)
+    found: list[T | None] = [None] * (1 + max(held, default=-1))
     for rank, value in held.items():
-        found[int(rank)] = decode(value)
+        found[rank] = decode(value)
     return found
 
 

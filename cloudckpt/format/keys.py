@@ -16,6 +16,7 @@ MANIFEST = "manifest.json"
 
 MAX_NAME_BYTES = 160
 _MAX_STEP_DIGITS = 18
+MAX_STEP = 10**_MAX_STEP_DIGITS - 1
 _DIGEST_HEX = 16
 _STEM_BYTES = MAX_NAME_BYTES - 1 - _DIGEST_HEX
 
@@ -30,6 +31,11 @@ _KEY_FAULTS = {
     "has an empty, '.' or '..' part": re.compile(r"(\A|/)\.{0,2}(/|\Z)"),
     "is longer than 1024 characters": re.compile(r"(?s).{1025}"),  # S3's limit
 }
+_NAME_FAULTS = {
+    f"is empty or longer than {MAX_NAME_BYTES} characters": re.compile(rf"(?s)\A\Z|.{{{MAX_NAME_BYTES + 1}}}"),
+    "has a character other than A-Z a-z 0-9 . _ -": _UNSAFE,
+    "begins with '.' or '__', ends in '.' or has '..'": re.compile(r"\A(\.|__)|\.\Z|\.\."),
+}
 # "c" and "zarr.json" would be read as chunks and metadata of the enclosing group.
 _RESERVED = frozenset({"c", "zarr.json"})
 # Windows keeps these for devices, in any case and with any extension.
@@ -39,7 +45,7 @@ _DEVICES = frozenset({"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("c
 def step_dir(step: int) -> str:
     """The directory of a step's checkpoint in its run; InvalidStateError for what is not a step."""
     if type(step) is not int or not 0 <= step < 10**_MAX_STEP_DIGITS:
-        raise InvalidStateError(f"a step must be an int from 0 to 10**{_MAX_STEP_DIGITS} - 1, not {step!r}")
+        raise InvalidStateError(f"a step must be an int from 0 to 10**{_MAX_STEP_DIGITS} - 1")
     return f"step-{step:08d}"
 
 
@@ -83,6 +89,16 @@ def check_key(key: object) -> str:
         if pattern.search(key):
             raise FormatError(f"unsafe object key {key!r:.200}: it {fault}")
     return key
+
+
+def check_name(name: str) -> str:
+    """Return ``name`` if it may be the name of an array; else raise FormatError."""
+    for fault, pattern in _NAME_FAULTS.items():
+        if pattern.search(name):
+            raise FormatError(f"unsafe array name {name!r:.200}: it {fault}")
+    if name.lower() in _RESERVED or name.split(".", maxsplit=1)[0].lower() in _DEVICES:
+        raise FormatError(f"unsafe array name {name!r:.200}: it is reserved")
+    return name
 
 
 def array_names(paths: Sequence[tuple[Hashable, ...]]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from functools import cached_property
 from typing import Any
 
@@ -14,14 +15,16 @@ import numpy.typing as npt
 from cloudckpt.errors import FormatError
 from cloudckpt.format.dtypes import dtype
 from cloudckpt.format.grid import EncodedCuts, Grid
-from cloudckpt.format.keys import check_key
-from cloudckpt.format.tree import array_leaves, children, path_text
+from cloudckpt.format.keys import MAX_STEP, check_key, check_name
+from cloudckpt.format.tree import MAX_RANKS, array_leaves, children, path_text, per_rank_leaves, values_by_rank
 from cloudckpt.format.values import MAX_DEPTH
 
 FORMAT = "cloudckpt"
 MAJOR, MINOR = 1, 0
 VERSION = f"{MAJOR}.{MINOR}"
 
+MAX_DIMS = 64
+"""As many as numpy has."""
 _MAX_BYTES = 2**62
 """Sizes above this are nonsense, and sums of them would overflow int64."""
 
@@ -81,6 +84,9 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     arrays: tuple[ArrayEntry, ...]
     objects: tuple[ObjectEntry, ...]
     chunks: ChunkTable
+
+
+_VERSION = re.compile(r"[0-9]{1,9}\.[0-9]{1,9}")
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -164,6 +170,15 @@ class Manifest:
     def itemsize(self, array: int) -> int:
         return dtype(self.arrays[array].dtype).itemsize
 
+    def same_bytes(self, first: int, second: int) -> bool:
+        """Whether two arrays are known to be equal: cut alike, with equal checksums."""
+        a, b = self.arrays[first], self.arrays[second]
+        if (a.dtype, a.shape, a.grid, a.compression) != (b.dtype, b.shape, b.grid, b.compression):
+            return False
+        count = self.grids[first].num_chunks
+        rows = [self.columns.crc32c[e.first_chunk : e.first_chunk + count] for e in (a, b)]
+        return bool((rows[0] == rows[1]).all())
+
     def locate(self, chunk: int) -> tuple[int, int]:
         """The array number of a row of the chunk table, and the chunk's number within the array."""
         # Arrays without chunks share their first_chunk with the next: "right" skips them.
@@ -204,6 +219,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         raise FormatError(f"{where}: malformed manifest: {error}") from error
     try:
         manifest = Manifest(document)
+        _check_numbers(document)
         _check_table(manifest)
         _check_objects(manifest)
         _check_arrays(manifest)
@@ -214,15 +230,29 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
 
 
 def _check_version(version: str, where: str) -> None:
-    major, _, minor = version.partition(".")
-    if not (major.isdecimal() and minor.isdecimal()):
-        raise FormatError(f"{where}: malformed format version {version!r}")
+    if not _VERSION.fullmatch(version):
+        raise FormatError(f"{where}: malformed format version {version!r:.100}")
+    major = version.partition(".")[0]
     if int(major) > MAJOR:
         raise FormatError(
             f"{where}: format version {version} is newer than this cloudckpt reads ({VERSION}); upgrade cloudckpt"
         )
     if int(major) < MAJOR:
         raise FormatError(f"{where}: format version {version} is not supported (this cloudckpt reads {VERSION})")
+
+
+def _check_numbers(document: Document) -> None:
+    if not 1 <= document.world_size <= MAX_RANKS:
+        raise FormatError(f"impossible world size {_shown(document.world_size)}")
+    if document.step is not None and not 0 <= document.step <= MAX_STEP:
+        raise FormatError(f"impossible step {_shown(document.step)}")
+    if any(not 0 <= extent < _MAX_BYTES for mesh in document.meshes for extent in mesh.shape):
+        raise FormatError("impossible shape of a mesh")
+
+
+def _shown(number: int) -> str:
+    """Of any size: Python refuses to print what has more than 4300 decimal digits."""
+    return str(number) if number.bit_length() <= 64 else f"of {number.bit_length()} bits"
 
 
 def _check_table(manifest: Manifest) -> None:
@@ -240,6 +270,8 @@ def _check_objects(manifest: Manifest) -> None:
             raise FormatError(f"object {entry.key!r} is listed twice")
         if not 0 <= entry.nbytes < _MAX_BYTES or not 0 <= entry.crc32c < 2**32:
             raise FormatError(f"object {entry.key!r}: impossible size or checksum")
+        if not 0 <= entry.rank < manifest.document.world_size:
+            raise FormatError(f"object {entry.key!r}: impossible rank {_shown(entry.rank)}")
         keys.add(entry.key)
     columns = manifest.columns
     if not len(columns):
@@ -254,17 +286,38 @@ def _check_objects(manifest: Manifest) -> None:
         chunk = int(outside[0])
         key = manifest.objects[int(columns.object[chunk])].key
         raise FormatError(f"chunk table: chunk {chunk} ends behind the end of object {key!r}")
+    _check_overlaps(manifest)
+
+
+def _check_overlaps(manifest: Manifest) -> None:
+    """What all chunks claim together must not be more than what is stored: no bytes serve twice."""
+    columns = manifest.columns
+    order = np.lexsort((columns.byte_offset, columns.object))
+    holder, start = columns.object[order], columns.byte_offset[order]
+    end = start + columns.nbytes[order]
+    overlaps = np.nonzero((holder[1:] == holder[:-1]) & (start[1:] < end[:-1]))[0]
+    if len(overlaps):
+        first, second = sorted(order[overlaps[0] : overlaps[0] + 2].tolist())
+        key = manifest.objects[int(holder[overlaps[0]])].key
+        raise FormatError(f"chunk table: chunks {first} and {second} overlap in object {key!r}")
 
 
 def _check_arrays(manifest: Manifest) -> None:
-    if len(manifest.array_index) != len(manifest.arrays):
+    if len({entry.name.lower() for entry in manifest.arrays}) != len(manifest.arrays):
         raise FormatError("two arrays have one name")
     for entry in manifest.arrays:
-        check_key(entry.name)
+        check_name(entry.name)
+        if len(entry.shape) > MAX_DIMS:
+            raise FormatError(f"array {entry.name!r}: {len(entry.shape)} dims; more than {MAX_DIMS} cannot be read")
         if entry.compression not in (None, "zstd"):
             raise FormatError(f"array {entry.name!r}: unknown compression {entry.compression!r}")
-        if any(s < 0 for s in entry.shape) or math.prod(entry.shape) * dtype(entry.dtype).itemsize >= _MAX_BYTES:
-            raise FormatError(f"array {entry.name!r}: impossible shape {entry.shape}")
+        if (
+            any(not 0 <= s < _MAX_BYTES for s in entry.shape)
+            or math.prod(entry.shape) * dtype(entry.dtype).itemsize >= _MAX_BYTES
+        ):
+            raise FormatError(f"array {entry.name!r}: impossible shape [{', '.join(map(_shown, entry.shape))}]")
+        if any(_largest(cuts) >= _MAX_BYTES for cuts in entry.grid):
+            raise FormatError(f"array {entry.name!r}: impossible grid")
     next_chunk = 0
     for array, (entry, grid) in enumerate(zip(manifest.arrays, manifest.grids, strict=True)):
         if entry.first_chunk != next_chunk:
@@ -277,12 +330,20 @@ def _check_arrays(manifest: Manifest) -> None:
         raise FormatError(f"the arrays have {next_chunk} chunks, the chunk table {manifest.document.chunks.count}")
 
 
+def _largest(cuts: EncodedCuts) -> int:
+    if isinstance(cuts, int):
+        return cuts
+    return max((n for run in cuts for n in ((run,) if isinstance(run, int) else run)), default=0)
+
+
 def _check_chunk_sizes(manifest: Manifest, array: int, grid: Grid) -> None:
     """What a chunk claims to unpack to must be in proportion to what is stored: no bombs, no short reads."""
     entry = manifest.arrays[array]
     if not grid.num_chunks:
         return
     stored = manifest.columns.nbytes[entry.first_chunk : entry.first_chunk + grid.num_chunks] - 4
+    if int(stored.min()) < 0:
+        raise FormatError(f"array {entry.name!r}: the stored bytes of a chunk do not even hold its checksum")
     if math.prod(float(c if isinstance(c, int) else max(c, default=1)) for c in grid.cuts) > 2**31:
         raise FormatError(f"array {entry.name!r}: its chunks are larger than 2 GiB")
     full = grid.stored_elements * dtype(entry.dtype).itemsize
@@ -299,6 +360,9 @@ def _check_tree(manifest: Manifest) -> None:
             raise FormatError(
                 f"the tree refers to an array {node['array']!r} at {path_text(path)!r} that is not listed"
             )
+    for path, node in per_rank_leaves(manifest.document.tree):
+        if max(values_by_rank(node), default=0) >= manifest.document.world_size:
+            raise FormatError(f"{path_text(path)!r}: a per-rank value of a rank beyond the world size")
 
 
 def _check_depth(tree: Any) -> None:

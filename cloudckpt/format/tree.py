@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import msgspec
 
+from cloudckpt.errors import FormatError
 from cloudckpt.format import containers, values
 
 Node: TypeAlias = Any
 TreePath: TypeAlias = tuple[str, ...]
 """Key nodes as JSON texts: unlike Python keys they tell 1 from True and "1", and always compare."""
+
+MAX_RANKS = 10**6
+"""A list by rank must not take memory that its text has not."""
+_RANK = re.compile(r"0|[1-9][0-9]{0,5}")
 
 
 def key_token(key: Node) -> str:
@@ -75,6 +81,21 @@ def array_leaves(node: Node, path: TreePath = ()) -> Iterator[tuple[TreePath, di
         yield path, node
     for key, child in children(node) or ():
         yield from array_leaves(child, (*path, key_token(key)))
+
+
+def values_by_rank(node: Mapping[str, Any]) -> dict[int, Node]:
+    """What a "per_rank" leaf holds; FormatError if its ranks are not canonical."""
+    held = node.get("values")
+    if not isinstance(held, dict) or not all(_RANK.fullmatch(rank) for rank in held):
+        raise FormatError("malformed per-rank value")
+    return {int(rank): value for rank, value in held.items()}
+
+
+def per_rank_leaves(node: Node, path: TreePath = ()) -> Iterator[tuple[TreePath, dict[str, Any]]]:
+    if isinstance(node, dict) and node.get("$") == "per_rank":
+        yield path, node
+    for key, child in children(node) or ():
+        yield from per_rank_leaves(child, (*path, key_token(key)))
 
 
 def leaves(node: Node, path: TreePath = ()) -> Iterator[tuple[TreePath, Node]]:

@@ -11,7 +11,9 @@ import torch
 from cloudckpt.errors import FormatError, InvalidStateError
 from cloudckpt.format import values
 from cloudckpt.format.dtypes import DTYPES, numpy_dtype
+from cloudckpt.format.manifest import MAX_DIMS
 from cloudckpt.format.scalars import pack_bytes, unpack_bytes
+from cloudckpt.format.tree import values_by_rank
 from cloudckpt.pytorch.scratch import Scratch
 from cloudckpt.pytorch.shards import ndarray_shard, tensor_shard
 
@@ -44,15 +46,13 @@ def decode_inline(node: Any, *, allow_pickle: bool = False) -> Any:
 
 def decode_rank_value(node: dict[str, Any], rank: int, world_size: int, text: str, *, allow_pickle: bool) -> Any:
     """What ``rank`` saved. Raises InvalidStateError on another world size: no rule could be right for every kind."""
-    held = node.get("values")
-    if not isinstance(held, dict):
-        raise FormatError(f"{text!r}: malformed per-rank value")
-    if str(rank) not in held or any(not r.isdecimal() or int(r) >= world_size for r in held):
+    held = values_by_rank(node)
+    if rank not in held or max(held) >= world_size:
         raise InvalidStateError(
-            f"{text!r} was saved per rank by ranks {sorted(map(int, held))} and cannot be given to rank {rank} of "
+            f"{text!r} was saved per rank by ranks {sorted(held)} and cannot be given to rank {rank} of "
             f"{world_size}: leave it out of the target (strict=False), or read() it and divide it yourself"
         )
-    return decode_inline(held[str(rank)], allow_pickle=allow_pickle)
+    return decode_inline(held[rank], allow_pickle=allow_pickle)
 
 
 def _encode_inline(path: values.Path, obj: Any) -> values.Node:
@@ -83,11 +83,19 @@ def _decode_inline(node: dict[str, Any]) -> Any:
         raise FormatError("malformed inline tensor")
     if kind == "ndarray":
         dtype = numpy_dtype(name)
-        if math.prod(shape) * dtype.itemsize != len(data):
-            raise FormatError("malformed inline array: its bytes do not fit its shape")
+        _check_shape(shape, dtype.itemsize, len(data))
         return np.frombuffer(data, dtype=dtype).reshape(shape)
-    if kind != "tensor" or name not in DTYPES or math.prod(shape) * DTYPES[name].itemsize != len(data):
-        raise FormatError("malformed inline tensor: its bytes do not fit its shape")
+    if kind != "tensor" or name not in DTYPES:
+        raise FormatError("malformed inline tensor: an unknown kind or type")
+    _check_shape(shape, DTYPES[name].itemsize, len(data))
     if not data:
         return torch.empty(shape, dtype=getattr(torch, name))
     return torch.frombuffer(data, dtype=torch.uint8).view(getattr(torch, name)).reshape(shape)
+
+
+def _check_shape(shape: list[int], itemsize: int, nbytes: int) -> None:
+    if math.prod(shape) * itemsize != nbytes:
+        raise FormatError("malformed inline tensor: its bytes do not fit its shape")
+    # Where one dim is 0, torch and numpy still want the product of the others to fit 63 bits.
+    if itemsize == 0 or len(shape) > MAX_DIMS or math.prod(s or 1 for s in shape) * itemsize >= 2**62:
+        raise FormatError("malformed inline tensor: impossible shape or type")
