@@ -35,7 +35,7 @@ class LoadReport:
     ``missing``: keys of the target that are not stored; ``unexpected``: stored keys that no rank
     asked for (dotted paths; both empty unless ``strict=False``). ``bytes_needed``: distinct stored
     bytes that the job wanted; ``bytes_fetched``: what it got from the store; ``bytes_sent``: what
-    ranks passed on. ``seconds``: by stage, of the slowest rank.
+    ranks passed on. ``num_requests`` counts the manifest's, too. ``seconds``: by stage, of the slowest rank.
     """
 
     step: int | None
@@ -213,9 +213,8 @@ def _read(
         counts = store.counts
         touched = np.zeros(num_chunks, dtype=bool)
         touched[reads.chunk] = True
-        requests = counts.requests - before.requests
         fetched = counts.bytes_fetched - before.bytes_fetched
-        return _Result(np.packbits(touched).tobytes(), fetched, requests, seconds)
+        return _Result(np.packbits(touched).tobytes(), fetched, counts.requests, seconds)
 
     def summarise(results: Sequence[_Result]) -> LoadReport:
         touched = np.zeros(num_chunks, dtype=bool)

@@ -16,7 +16,7 @@ from cloudckpt.errors import AlreadyCommittedError, CloudckptError, InvalidState
 from cloudckpt.format import values as plain
 from cloudckpt.format.codec import Bytes1D
 from cloudckpt.format.dtypes import dtype
-from cloudckpt.format.keys import new_attempt
+from cloudckpt.format.keys import new_attempt, step_dir
 from cloudckpt.format.manifest import Manifest, MeshEntry, ObjectEntry
 from cloudckpt.plan.shard import PieceTable, TensorSpec
 from cloudckpt.plan.tree import MergedTree, RankTree, merge
@@ -127,12 +127,12 @@ def save(
     """
     config = config or Config()
     ranks = make_group(group, config.rank_timeout_s)
-    options = _Options(
-        os.fspath(url), step, layout, compression, overwrite, values, config.check_replicas, config.chunk_bytes
-    )
     opened: list[Store] = []
 
     def describe() -> _Description:
+        options = _Options(
+            os.fspath(url), step, layout, compression, overwrite, values, config.check_replicas, config.chunk_bytes
+        )
         _check_options(options, rules)
         opened.append(resolve(url, storage_options, config))
         held.append(encode_state(state, allow_pickle=allow_pickle))
@@ -157,8 +157,8 @@ def _check_options(options: _Options, rules: object) -> None:
             raise InvalidStateError(f"{name} must be one of {allowed}, not {value!r}")
     if rules is not None:
         raise InvalidStateError("rules are not supported by this version: hold sharded tensors as DTensors")
-    if options.step is not None and (type(options.step) is not int or options.step < 0):
-        raise InvalidStateError(f"step must be an int >= 0, not {options.step!r}")
+    if options.step is not None:
+        step_dir(options.step)  # refuses what cannot name a step
 
 
 def _description(state: RankState, options: _Options, metadata: Mapping[str, Any] | None) -> _Description:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -17,13 +16,13 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 TIMEOUT_S = 100.0
 
 
 def _serve(pipe: Connection) -> None:
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     while True:
         try:
@@ -32,13 +31,9 @@ def _serve(pipe: Connection) -> None:
             return
         faulthandler.dump_traceback_later(TIMEOUT_S - 5, file=sys.__stderr__)
         try:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"tcp://127.0.0.1:{port}",
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=TIMEOUT_S),
-            )
+            limit = timedelta(seconds=TIMEOUT_S)
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
             try:
                 answer = (True, function(*args))
             finally:
@@ -58,10 +53,11 @@ class RankPool:
     def run(self, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         while len(self._workers) < num_ranks:
             self._workers.append(_start())
-        port = _free_port()
+        # Held here, on a port that the system chose: two pools that look for a free one can find the same.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pipes = [pipe for _, pipe in self._workers[:num_ranks]]
         for rank, pipe in enumerate(pipes):
-            pipe.send((function, args, rank, num_ranks, port))
+            pipe.send((function, args, rank, num_ranks, store.port))
         answers = []
         for rank, pipe in enumerate(pipes):
             if not pipe.poll(TIMEOUT_S):
@@ -93,10 +89,3 @@ def _start() -> tuple[Any, Connection]:
     process.start()
     theirs.close()
     return process, ours
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -8,8 +8,18 @@ from typing import Any
 
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.keys import array_names
-from cloudckpt.format.tree import Node, TreePath, children, is_array, is_mapping, key_token, map_arrays, path_text
-from cloudckpt.format.values import dotted
+from cloudckpt.format.tree import (
+    Node,
+    TreePath,
+    children,
+    holds_arrays,
+    is_array,
+    is_mapping,
+    key_token,
+    map_arrays,
+    path_text,
+)
+from cloudckpt.format.values import decode, dotted
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +85,7 @@ def _merge_leaves(trees: Sequence[RankTree]) -> list[LeafSpec]:
             _check_agree(seen, first, spec, rank)
             # Tied on one rank only: stored apart, so that no rank loses what it holds.
             tied = seen.alias_of if seen.alias_of == spec.alias_of else None
-            merged[spec.id] = (first, replace(seen, checked=seen.checked and spec.checked, alias_of=tied))
+            merged[spec.id] = (first, replace(seen, checked=seen.checked or spec.checked, alias_of=tied))
     return [spec for _, spec in merged.values()]
 
 
@@ -123,7 +133,7 @@ def _merge_nodes(nodes: dict[int, Node], path: TreePath, *, keep_first: bool) ->
         return _merge_mappings(nodes, path, keep_first=keep_first)
     lengths = {rank: len(c or ()) for rank, c in inner.items()}
     if len(set(lengths.values())) > 1:
-        if keep_first:
+        if keep_first and not any(holds_arrays(node) for node in nodes.values()):
             return first
         raise InvalidStateError(f"{path_text(path)!r} has a different length per rank: {lengths}{_WAYS_OUT}")
     items = [
@@ -134,7 +144,7 @@ def _merge_nodes(nodes: dict[int, Node], path: TreePath, *, keep_first: bool) ->
 
 
 def _structural(node: Node) -> bool:
-    return is_array(node) or is_mapping(node)
+    return is_mapping(node) or holds_arrays(node)
 
 
 def _merge_mappings(nodes: dict[int, Node], path: TreePath, *, keep_first: bool) -> Node:
@@ -145,6 +155,13 @@ def _merge_mappings(nodes: dict[int, Node], path: TreePath, *, keep_first: bool)
             token = key_token(key)
             keys.setdefault(token, key)
             members.setdefault(token, {})[rank] = child
+    distinct: dict[Any, str] = {}
+    for token, key in keys.items():
+        other = distinct.setdefault(decode(key), token)
+        if other != token:
+            raise InvalidStateError(
+                f"{path_text(path)!r} has the keys {other} and {token} on different ranks, which are equal"
+            )
     merged = [
         [keys[token], _merge_nodes(held, (*path, token), keep_first=keep_first)] for token, held in members.items()
     ]

@@ -6,8 +6,11 @@ tensor has arrived.
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, MutableMapping, MutableSequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +31,7 @@ from cloudckpt.format.tree import (
     leaves,
     path_text,
 )
-from cloudckpt.pytorch.optimizers import complete_state
+from cloudckpt.pytorch.optimizers import complete_state, group_differences
 from cloudckpt.pytorch.per_rank import PerRank, decode_inline, decode_rank_value
 from cloudckpt.pytorch.shards import LocalShard, check_writable, ndarray_shard, tensor_shard
 from cloudckpt.pytorch.state import is_stateful
@@ -61,7 +64,20 @@ def match_state(state: Any, manifest: Manifest, *, rank: int, world_size: int, a
     """Walk both trees. Differences are collected, not raised; InvalidStateError is for unusable targets."""
     matcher = _Matcher(manifest, rank, world_size, allow_pickle)
     matcher.match.finish = matcher.walk(state, manifest.document.tree, (), ())
+    _check_shared_memory(manifest, matcher.match.wants)
     return matcher.match
+
+
+def _check_shared_memory(manifest: Manifest, wants: list[tuple[int, LocalShard]]) -> None:
+    """Tied targets can only be filled from tensors that are equal in the checkpoint, too."""
+    seen: dict[Any, tuple[int, LocalShard]] = {}
+    for number, shard in wants:
+        first, other = seen.setdefault(shard.identity, (number, shard))
+        if first != number and not manifest.same_bytes(first, number):
+            raise InvalidStateError(
+                f"{other.text!r} and {shard.text!r} are the same memory in the target, but are stored as two tensors "
+                "that differ: untie them, or load one of them only"
+            )
 
 
 class _Matcher:
@@ -80,13 +96,17 @@ class _Matcher:
         if is_stateful(target):
             state = target.state_dict()
             if isinstance(target, torch.optim.Optimizer):
+                self.match.problems.kinds.update(group_differences(state, node, path_text(path)))
                 complete_state(target, state, node, self.manifest)
             finish = self.walk(state, node, path, keys)
             return lambda: _load_into(target, finish())
         if isinstance(target, dict) and is_mapping(node):
             return self.mapping(target, node, path, keys)
-        if isinstance(target, (list, tuple)) and (holds_arrays(node) or _holds_targets(target)):
+        if isinstance(target, (list, tuple, deque)) and (holds_arrays(node) or _holds_targets(target)):
             return self.sequence(target, node, path, keys)
+        if isinstance(target, (SimpleNamespace, Namespace)) and is_mapping(node):
+            finish = self.mapping(vars(target), node, path, keys)
+            return lambda: (finish(), target)[1]
         return self.plain(target, node, path)
 
     def array(self, target: Any, node: Node, path: TreePath) -> Finish:
@@ -156,7 +176,7 @@ class _Matcher:
                 parts[i] = self.walk(item, stored[i][1], inner, inner_keys)
             else:
                 self.missing(item, inner, inner_keys)
-        if isinstance(target, list):
+        if isinstance(target, (list, deque)):
             return lambda: _replace_items(target, parts)
         return lambda: _rebuilt_tuple(target, parts)
 
@@ -180,7 +200,7 @@ class _Matcher:
         if isinstance(target, dict) and target:
             for key, item in target.items():
                 self.missing(item, (*path, key_token(values.encode(key))), (*keys, key))
-        elif isinstance(target, (list, tuple)) and _holds_targets(target):
+        elif isinstance(target, (list, tuple, deque)) and _holds_targets(target):
             for i, item in enumerate(target):
                 self.missing(item, (*path, str(i)), (*keys, i))
         else:
@@ -191,8 +211,10 @@ def _holds_targets(target: Any) -> bool:
     """Whether something in a sequence is filled in place."""
     if isinstance(target, dict):
         return any(_holds_targets(item) for item in target.values())
-    if isinstance(target, (list, tuple)):
+    if isinstance(target, (list, tuple, deque)):
         return any(_holds_targets(item) for item in target)
+    if isinstance(target, (SimpleNamespace, Namespace)):
+        return _holds_targets(vars(target))
     return isinstance(target, (torch.Tensor, np.ndarray, PerRank)) or is_stateful(target)
 
 

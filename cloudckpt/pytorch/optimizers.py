@@ -24,6 +24,19 @@ def complete_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], node
             state["state"][index] = {name: _blank(params[index], entry, manifest) for name, entry in _children(entries)}
 
 
+def group_differences(state: dict[str, Any], node: Node, text: str) -> dict[str, tuple[str, str]]:
+    """What ``load_state_dict`` would refuse once everything else is loaded: other parameter groups."""
+    stored = [len(children(dict(_children(group)).get("params")) or ()) for group in _items(node, "param_groups")]
+    own = [len(group["params"]) for group in state.get("param_groups", [])]
+    if stored == own:
+        return {}
+    return {f"{text}.param_groups": (f"groups of {stored} parameters", f"groups of {own} parameters")}
+
+
+def _items(node: Node, name: str) -> list[Node]:
+    return [child for _, child in children(dict(_children(node)).get(name)) or ()]
+
+
 def _children(node: Node) -> list[tuple[Any, Node]]:
     return [(key, child) for key, child in children(node) or () if isinstance(key, (str, int))]
 

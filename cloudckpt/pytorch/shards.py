@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard  # no public name; FSDP2 with TP makes them
+from torch.nn.parameter import is_lazy
 
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.box import Box
@@ -20,6 +21,9 @@ from cloudckpt.format.manifest import MeshEntry
 from cloudckpt.plan.shard import DimShard, PieceBox, Runs, dim_runs, nested_runs, pieces_from_runs
 from cloudckpt.pytorch.memory import Elements, array_bytes, array_elements, chunk_bytes, tensor_elements
 from cloudckpt.pytorch.scratch import Scratch
+
+MAX_DIMS = 64
+"""numpy's limit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +108,9 @@ def ndarray_shard(array: npt.NDArray[Any], text: str) -> tuple[LocalShard, str]:
 
 
 def _plain(tensor: torch.Tensor, text: str) -> torch.Tensor:
-    """A strided tensor of torch's own class, detached."""
+    """A strided tensor of torch's own class, detached, whose memory is really there."""
+    if is_lazy(tensor):
+        raise InvalidStateError(f"{text!r}: the parameter is not initialised yet; run the lazy module once first")
     local = tensor.detach()
     if type(local).__name__ == "AsyncCollectiveTensor":
         local = local.wait()  # type: ignore[attr-defined]
@@ -118,6 +124,12 @@ def _plain(tensor: torch.Tensor, text: str) -> torch.Tensor:
         raise InvalidStateError(f"{text!r}: a tensor of layout {local.layout} cannot be stored; use to_dense()")
     if local.device.type == "meta":
         raise InvalidStateError(f"{text!r}: a meta tensor holds no data")
+    if local.dim() > MAX_DIMS:
+        raise InvalidStateError(f"{text!r}: a tensor of {local.dim()} dims; at most {MAX_DIMS} are possible")
+    last = local.storage_offset() + sum((n - 1) * s for n, s in zip(local.shape, local.stride(), strict=True))
+    if local.numel() and (last + 1) * local.element_size() > local.untyped_storage().nbytes():
+        # FSDP1 and offloading free storages like this; numpy would read past their end.
+        raise InvalidStateError(f"{text!r}: the memory of this tensor was freed or is too small; gather it first")
     return local.resolve_conj().resolve_neg()
 
 
@@ -198,12 +210,26 @@ def check_writable(shard: LocalShard, target: torch.Tensor | npt.NDArray[Any]) -
     if isinstance(target, torch.Tensor) and (target.is_conj() or target.is_neg()):
         raise InvalidStateError(f"{shard.text!r}: the target is a conjugated or negated view; resolve it first")
     if isinstance(shard.memory, torch.Tensor):
-        if shard.memory.numel() and any(
-            s == 0 and n > 1 for s, n in zip(shard.memory.stride(), shard.memory.shape, strict=True)
-        ):
-            raise InvalidStateError(f"{shard.text!r}: the target is an expanded tensor, whose elements share memory")
-    elif not shard.memory.flags.writeable:
-        raise InvalidStateError(f"{shard.text!r}: the target array is read-only")
+        strides = shard.memory.stride()
+    else:
+        if not shard.memory.flags.writeable:
+            raise InvalidStateError(f"{shard.text!r}: the target array is read-only")
+        strides = tuple(abs(s) // max(1, shard.memory.itemsize) for s in shard.memory.strides)
+    if _may_overlap_itself(tuple(shard.memory.shape), strides):
+        raise InvalidStateError(f"{shard.text!r}: elements of the target share memory (an expanded tensor?)")
+
+
+def _may_overlap_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether a step along some dim may land on what smaller steps can reach."""
+    if 0 in shape:
+        return False
+    reach = 0
+    for stride, extent in sorted(zip(strides, shape, strict=True)):
+        if extent > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (extent - 1)
+    return False
 
 
 def whole_array(array: npt.NDArray[Any], dtype: str, text: str) -> LocalShard:
