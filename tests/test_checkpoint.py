@@ -157,7 +157,7 @@ HOSTILE = {
     "escape": (with_object(key="../../etc/passwd"), "unsafe object key"),
     "absolute": (with_object(key="/etc/passwd"), "unsafe object key"),
     "url": (with_object(key="s3://other/bucket"), "unsafe object key"),
-    "array escape": (with_array(name="../w"), "unsafe object key"),
+    "array escape": (with_array(name="../w"), "unsafe array name"),
     "object overflow": (with_object(nbytes=2**63 + 5), "impossible size"),
     "object negative": (with_object(nbytes=-1), "impossible size"),
     "offset overflow": (with_column("byte_offset", b"\xff" * 8), "does not fit 63 bits"),
