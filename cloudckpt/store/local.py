@@ -53,19 +53,16 @@ class LocalStore:
         return self._counter.snapshot()
 
     def get(self, key: str) -> bytes:
-        path = self._path(key)
-
         def read() -> bytes:
-            with self._reading(key):
-                return path.read_bytes()
+            with os.fdopen(self._open(key), "rb") as file, self._reading(key):
+                return file.read()
 
         data = call(read, self._config.retry_deadline_s, self._counter)
         self._counter.add(gets=1, bytes_fetched=len(data))
         return data
 
     def stream(self, key: str, byte_offset: int, nbytes: int) -> Iterator[Buffer]:
-        with self._reading(key):
-            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = self._open(key)
         try:
             with self._reading(key):
                 end = os.fstat(descriptor).st_size
@@ -131,7 +128,7 @@ class LocalStore:
     def common_prefixes(self, prefix: str) -> Sequence[str]:
         prefix = clean_prefix(prefix)
         self._counter.add(others=1)
-        names = [entry.name for entry in self._entries(prefix) if entry.is_dir()]
+        names = [entry.name for entry in self._entries(prefix) if _is_folder(entry)]
         return [name for name in names if next(self._walk(_below(prefix, name)), None) is not None]
 
     def delete(self, keys: Iterable[str]) -> dict[str, str]:
@@ -160,6 +157,15 @@ class LocalStore:
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
+
+    def _open(self, key: str) -> int:
+        """A descriptor of a regular file: a FIFO would wait for a writer, a device may do anything."""
+        with self._reading(key):
+            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise NotFoundError(f"no object {key} in {self._root}: it is no file")
+        return descriptor
 
     def _ends_early(self, key: str, end: int, wanted: int) -> StoreError:
         return StoreError(f"{key} of {self._root} ends at byte {end}, not {wanted}", key=key, retryable=False)
@@ -197,13 +203,16 @@ class LocalStore:
     def _walk(self, prefix: str) -> Iterator[ObjectInfo]:
         for entry in self._entries(prefix):
             key = _below(prefix, entry.name)
-            if entry.is_dir():
+            # A link to a folder may lead back to itself, or to what must not be deleted as ours.
+            if entry.is_dir(follow_symlinks=False):
                 yield from self._walk(key)
                 continue
             try:
                 found = entry.stat()
-            except FileNotFoundError:
-                continue  # deleted since the folder was read
+            except OSError:
+                continue  # deleted since the folder was read, or a link to nothing or to itself
+            if not stat.S_ISREG(found.st_mode):
+                continue
             yield ObjectInfo(key, found.st_size, found.st_mtime)
 
     def _remove_empty_parents(self, folder: Path) -> None:
@@ -285,3 +294,11 @@ class _FileUpload:
 
 def _below(prefix: str, name: str) -> str:
     return f"{prefix}/{name}" if prefix else name
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Links count: a step may lie on another disk."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False  # a link to itself

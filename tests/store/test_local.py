@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cloudckpt.errors import StoreError
+from cloudckpt.errors import NotFoundError, StoreError
 from cloudckpt.store import temporary
 from cloudckpt.store.base import Store
 from cloudckpt.store.local import LocalStore
@@ -76,6 +76,33 @@ def test_deleting_removes_empty_folders_but_never_the_root(tmp_path: Path):
     assert sorted(path.name for path in (tmp_path / "run" / "step").iterdir()) == ["manifest"]
     store.delete(["step/manifest"])
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_listing_does_not_descend_into_links(tmp_path: Path):
+    store = LocalStore(tmp_path / "run")
+    store.put("step-1/key", b"1")
+    (tmp_path / "run/loop").symlink_to(".")
+    (tmp_path / "run/step-1/up").symlink_to("..")
+    (tmp_path / "run/self").symlink_to("self")
+    (tmp_path / "run/nowhere").symlink_to("none")
+    (tmp_path / "file").write_bytes(b"12")
+    (tmp_path / "run/step-1/linked").symlink_to(tmp_path / "file")
+    assert keys(store) == ["step-1/key", "step-1/linked"]
+    assert list(store.common_prefixes("")) == ["loop", "step-1"]
+    assert store.get("step-1/linked") == b"12"
+    with pytest.raises(StoreError):
+        store.get("self")
+
+
+def test_what_is_no_file_is_no_object_and_nothing_waits_for_it(tmp_path: Path):
+    store = LocalStore(tmp_path)
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    for key in ("fifo", "folder"):
+        for read in (store.get, store.size, lambda key: list(store.stream(key, 0, 1))):
+            with pytest.raises(NotFoundError):
+                read(key)
+    assert keys(store) == []
 
 
 WRITER = """
