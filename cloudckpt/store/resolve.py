@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cloudckpt.config import Config
-from cloudckpt.errors import InvalidStateError
+from cloudckpt.errors import CloudckptError, InvalidStateError
 from cloudckpt.store.base import Store
 from cloudckpt.store.paths import mask, scheme_of
 
@@ -30,12 +30,16 @@ def resolve(
     uses that filesystem. The part of a URL after the scheme is taken as it stands: ``%20`` is
     not a space.
     """
-    text = os.fspath(url)
+    text = _text(url)
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise InvalidStateError(f"storage_options must be a mapping, not {type(storage_options).__name__}")
     options = dict(storage_options or {})
     config = config or Config()
     scheme = scheme_of(text)
     if scheme is None and text.startswith(("://", "::")):
         raise InvalidStateError(f"no scheme before {text!r}")
+    if scheme is not None:
+        text = scheme + text[len(scheme) :]  # the clients know lower case only
     if half := _HALF_A_SCHEME.match(text):
         # Path("s3://bucket/run") is that. As a path it would be a folder "s3:" here, and no one would notice.
         slashes = ":///" if half[1].lower() in ("file", "local") else "://"
@@ -51,10 +55,21 @@ def resolve(
     if scheme == "memory":
         from cloudckpt.store.memory import MemoryStore
 
+        if options:
+            raise InvalidStateError(f"memory:// takes no storage_options: {sorted(map(str, options))} given for {text}")
         return MemoryStore(text)
     if scheme in _OBJECT_STORES and config.engine == "auto":
         return _object_store(scheme, text, options, config)
     return _fsspec(text, options, config)
+
+
+def _text(url: object) -> str:
+    text = os.fspath(url) if isinstance(url, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise InvalidStateError(f"a URL must be a str or a path, not {type(url).__name__}")
+    if "\0" in text:
+        raise InvalidStateError(f"a URL cannot hold a null character: {mask(text)!r}")
+    return text
 
 
 def _passed_in(url: str, filesystem: Any, options: Mapping[str, Any], config: Config) -> Store:
@@ -67,7 +82,7 @@ def _passed_in(url: str, filesystem: Any, options: Mapping[str, Any], config: Co
     if not isinstance(filesystem, AbstractFileSystem):
         raise InvalidStateError(f"storage_options['fs'] must be an fsspec filesystem, not {type(filesystem).__name__}")
     if options:
-        raise InvalidStateError(f"storage_options beside 'fs' have no effect: {sorted(options)}")
+        raise InvalidStateError(f"storage_options beside 'fs' have no effect: {sorted(map(str, options))}")
     # These two have stores of their own, which are atomic.
     if isinstance(filesystem, LocalFileSystem):
         return _local(filesystem._strip_protocol(url), {}, config)
@@ -82,7 +97,7 @@ def _local(url: str, options: Mapping[str, Any], config: Config) -> Store:
     from cloudckpt.store.local import LocalStore
 
     if set(options) - {"auto_mkdir"}:
-        raise InvalidStateError(f"a local path takes no storage_options: {sorted(options)} given for {url}")
+        raise InvalidStateError(f"a local path takes no storage_options: {sorted(map(str, options))} given for {url}")
     path = url
     if scheme_of(url) is not None and "://" in url:
         host, slash, below = url.split("://", 1)[1].partition("/")
@@ -91,7 +106,10 @@ def _local(url: str, options: Mapping[str, Any], config: Config) -> Store:
         path = slash + below
     if not path:
         raise InvalidStateError(f"no path in {url!r}")
-    return LocalStore(Path(path).expanduser(), config)
+    try:
+        return LocalStore(Path(path).expanduser(), config)
+    except RuntimeError as error:
+        raise InvalidStateError(f"no home folder for {url!r}: {error}") from error
 
 
 def _object_store(scheme: str | None, url: str, options: Mapping[str, Any], config: Config) -> Store:
@@ -112,5 +130,7 @@ def _fsspec(url: str, options: Mapping[str, Any], config: Config) -> Store:
 
     try:
         return open_filesystem(url, options, config)
-    except (ImportError, ValueError) as error:
+    except CloudckptError:
+        raise
+    except Exception as error:  # filesystems are third parties': what their making raises may be anything
         raise InvalidStateError(f"no filesystem for {scheme_of(url)}:// in {mask(url)}: {error}") from error

@@ -100,6 +100,30 @@ def test_a_url_that_has_lost_a_slash_is_no_local_folder(url: str | Path, meant: 
     assert "pathlib" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("url", "options", "said"),
+    [
+        ("~nosuchuser/x", None, "~nosuchuser/x"),
+        ("a\0b", None, "null character"),
+        (None, None, "not NoneType"),
+        (b"x", None, "not bytes"),
+        ("x", [1], "must be a mapping"),
+        ("memory://x", {"kye": 1}, "kye"),
+        ("zip://x::/nowhere/no.zip", None, "no.zip"),
+    ],
+)
+def test_arguments_that_cannot_be_used(url, options, said: str):
+    with pytest.raises(InvalidStateError, match=said):
+        resolve(url, options)
+
+
+def test_schemes_in_capitals():
+    for engine in ("auto", "fsspec"):
+        store = resolve("S3://bkt/x", OPTIONS, Config(engine=engine))
+        assert store.url == "s3://bkt/x"
+        store.close()
+
+
 def test_a_file_url_with_a_host_is_refused_and_a_scheme_within_a_path_is_a_path(tmp_path: Path):
     for url in ("file://server/share", "local://server", "file://tmp"):
         with pytest.raises(InvalidStateError, match="host"):
