@@ -75,7 +75,14 @@ def _grid_text(info: ArrayInfo) -> str:
 
 def _value_rows(checkpoint: Checkpoint) -> Iterator[list[str]]:
     for path, value in _values(checkpoint.tree, ()):
-        yield [".".join(path), shortened(repr(value), MAX_VALUE_WIDTH)]
+        yield [".".join(path), shortened(_text(value), MAX_VALUE_WIDTH)]
+
+
+def _text(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # an int with more digits than Python prints
+        return f"<{type(value).__name__} with a number of over 4300 digits>"
 
 
 def _values(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -122,7 +122,13 @@ def _object_store(scheme: str | None, url: str, options: Mapping[str, Any], conf
         raise InvalidStateError(f"no bucket in {url!r}")
     if not understands(scheme, url, options):
         return _fsspec(url, options, config)
-    return FallbackStore(ObstoreStore(url, options, config), lambda: _fsspec(url, options, config))
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        first = ObstoreStore(url, options, config)
+    except BotoCoreError as error:  # no such profile, a broken configuration file
+        raise InvalidStateError(f"{mask(url)}: {error}") from error
+    return FallbackStore(first, lambda: _fsspec(url, options, config))
 
 
 def _fsspec(url: str, options: Mapping[str, Any], config: Config) -> Store:

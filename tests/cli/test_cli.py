@@ -250,3 +250,9 @@ def test_texts():
     assert ages == ["1 d", "1 h", "", "0 s"]
     assert printable("a\nb\x1b", keep_lines=True) == "a\nb\\x1b"
     assert table(("a", "b"), [["xx", "1"], ["y", "22"]], right="1") == ["a    b", "xx   1", "y   22"]
+
+
+def test_show_of_a_number_too_long_to_print(tmp_path, capsys):
+    cloudckpt.save({"p": 2**20000}, tmp_path / "c")
+    assert main(["show", str(tmp_path / "c")]) == 0
+    assert "over 4300 digits" in capsys.readouterr().out

@@ -184,3 +184,8 @@ def test_after_a_fork_there_is_a_new_instance_or_a_clear_error(juicefs_s3, engin
         [sys.executable, "-W", "ignore", "-c", FORKED, *arguments], check=True, capture_output=True, text=True
     )
     assert done.stdout.strip() == str(code)
+
+
+def test_a_profile_that_is_not_there_is_named() -> None:
+    with pytest.raises(InvalidStateError, match="nope"):
+        resolve("s3://bucket/run", {"profile": "nope"})
