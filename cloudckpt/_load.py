@@ -55,6 +55,16 @@ class _Wish:
     asked: bytes
     problems: Problems
     arguments: tuple[str, bool]
+    has_objects: bool
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What ``strict=False`` forgives, and whether any rank has objects to load into."""
+
+    missing: list[str]
+    unexpected: list[str]
+    has_objects: bool
 
 
 @dataclass(frozen=True)
@@ -116,16 +126,20 @@ def load(
             match = match_state(state, manifest, rank=ranks.rank, world_size=ranks.size, allow_pickle=allow_pickle)
             matches.append(match)
             asked = np.array([path in match.asked for path in stored], dtype=bool)
-            return _Wish(np.packbits(asked).tobytes(), match.problems, (os.fspath(url), strict))
+            return _Wish(np.packbits(asked).tobytes(), match.problems, (os.fspath(url), strict), match.has_objects)
 
-        missing, unexpected = ranks.round(compare, lambda wishes: _judge(wishes, stored, store.url, strict))
+        verdict = ranks.round(compare, lambda wishes: _judge(wishes, stored, store.url, strict))
         report = _read(ranks, store, manifest, matches[0], progress, config, seconds)
+
+        report = replace(report, missing=verdict.missing, unexpected=verdict.unexpected)
 
         def finish() -> None:
             matches[0].finish()
 
-        # load_state_dict() of an object may fail on one rank, too.
-        return ranks.round(finish, lambda _: replace(report, missing=missing, unexpected=unexpected))
+        if verdict.has_objects:  # load_state_dict() may fail on one rank only
+            return ranks.round(finish, lambda _: report)
+        finish()
+        return report
     finally:
         for store in opened:
             store.close()
@@ -140,8 +154,8 @@ def _check_options(cast: bool, exchange: str, rules: object, rename: object) -> 
         raise InvalidStateError("rules and rename are not supported by this version")
 
 
-def _judge(wishes: Sequence[_Wish], stored: list[TreePath], where: str, strict: bool) -> tuple[list[str], list[str]]:
-    """On the coordinator: all ranks' differences at once. Returns what ``strict=False`` forgives."""
+def _judge(wishes: Sequence[_Wish], stored: list[TreePath], where: str, strict: bool) -> _Verdict:
+    """On the coordinator: all ranks' differences at once."""
     for rank, wish in enumerate(wishes):
         if wish.arguments != wishes[0].arguments:
             raise InvalidStateError(
@@ -159,7 +173,7 @@ def _judge(wishes: Sequence[_Wish], stored: list[TreePath], where: str, strict: 
     unexpected = [path_text(path) for path, was_asked in zip(stored, asked, strict=True) if not was_asked]
     forgiven = not strict and not (problems.shapes or problems.dtypes or problems.kinds)
     if forgiven or not (problems.missing or unexpected or problems.shapes or problems.dtypes or problems.kinds):
-        return problems.missing, unexpected
+        return _Verdict(problems.missing, unexpected, any(wish.has_objects for wish in wishes))
     raise _mismatch(problems, unexpected, where, strict)
 
 

@@ -11,7 +11,7 @@ from cloudckpt.format.keys import MANIFEST, parse_step
 from cloudckpt.format.manifest import Manifest, decode_manifest
 from cloudckpt.store.base import Store
 
-WEAK_SETTLE_S = 0.25
+WEAK_SETTLE_S = 0.1
 """On stores that ignore conditions: the least time that a rival's put gets to show up before the read-back."""
 
 
@@ -77,7 +77,7 @@ def commit(store: Store, manifest: Manifest, *, overwrite: bool) -> None:
     if created:
         put_s = time.monotonic() - start
         # A rival that also saw nothing there may have replaced ours: whoever is last wins, and all see who.
-        time.sleep(max(WEAK_SETTLE_S, 2 * put_s))
+        time.sleep(max(WEAK_SETTLE_S, 4 * put_s))
     if _committed_id(store) != commit_id:
         raise _already(store)
 

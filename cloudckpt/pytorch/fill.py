@@ -58,6 +58,8 @@ class Match:
     asked: set[TreePath] = field(default_factory=set)
     problems: Problems = field(default_factory=Problems)
     finish: Finish = lambda: None
+    has_objects: bool = False
+    """Whether ``finish`` calls ``load_state_dict`` of an object, which may fail."""
 
 
 def match_state(state: Any, manifest: Manifest, *, rank: int, world_size: int, allow_pickle: bool) -> Match:
@@ -94,6 +96,7 @@ class _Matcher:
         if isinstance(target, (torch.Tensor, np.ndarray)):
             return self.array(target, node, path)
         if is_stateful(target):
+            self.match.has_objects = True
             state = target.state_dict()
             if isinstance(target, torch.optim.Optimizer):
                 self.match.problems.kinds.update(group_differences(state, node, path_text(path)))
