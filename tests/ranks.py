@@ -16,13 +16,13 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 TIMEOUT_S = 100.0
 
 
 def _serve(pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
     torch.set_num_threads(1)
     while True:
         try:
@@ -53,6 +53,8 @@ class RankPool:
     def run(self, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         while len(self._workers) < num_ranks:
             self._workers.append(_start())
+        import torch.distributed as dist
+
         # Held here, on a port that the system chose: two pools that look for a free one can find the same.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pipes = [pipe for _, pipe in self._workers[:num_ranks]]
