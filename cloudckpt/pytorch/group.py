@@ -2,17 +2,19 @@
 
 Everything is done in rounds: each rank does its part, the coordinator (rank 0 of the group) makes
 something of the parts, and all get its result. A failure anywhere in a round is raised on every
-rank. Ranks meet at keys of torch.distributed's store before they enter a collective, so that a rank
-that is late, dead or has failed is named, and no collective is left half entered.
+rank. Ranks meet at keys of torch.distributed's store, so that a rank that is late, dead or has
+failed is named. What is small travels through these keys as well; only what is large takes a
+collective, which all enter together, so that none is left half entered.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -28,6 +30,12 @@ HEARTBEAT_S = 1.0
 """How often a working rank says that it lives, and looks whether another one failed."""
 
 COORDINATOR = 0
+
+INLINE_BYTES = 64 * 1024
+"""What one rank may send through the store of torch.distributed, which is one process."""
+
+INLINE_TOTAL_BYTES = 8 * 1024 * 1024
+"""...and all ranks together."""
 
 
 class Group(Protocol):
@@ -90,9 +98,11 @@ class _Failure:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What the coordinator tells the others before a collective: the late ones, or none."""
+    """What the coordinator tells the others: who is late, or the outcome, or which collectives bring it."""
 
     causes: dict[int, str]
+    outcome: bytes | _Failure | None = None
+    gathers: bool = False
 
 
 class Ranks:
@@ -120,8 +130,9 @@ class Ranks:
         self.cancel.clear()
         mine: bytes | _Failure | None = None
         try:
-            mine = self._work(part)
-            outcome = self._exchange(mine, combine)
+            with self._sign_of_life():
+                mine = self._work(part)
+                outcome = self._exchange(mine, combine)
         except RuntimeError as error:  # of gloo or of torch's store: the other end of a connection is gone
             text = f"lost touch with the other ranks, one of which was killed or cut off: {error}"
             own = [str(mine.error)] if isinstance(mine, _Failure) and not mine.interrupted else []
@@ -130,32 +141,76 @@ class Ranks:
             raise outcome.error from (mine.error if isinstance(mine, _Failure) else None)
         return pickle.loads(outcome)  # type: ignore[no-any-return]
 
-    def _exchange(self, mine: bytes | _Failure, combine: Callable[[Sequence[T]], R]) -> bytes | _Failure:
-        self._meet()
-        parts: list[Any] | None = [None] * self.size if self.rank == COORDINATOR else None
-        dist.gather_object(mine, parts, dst=self._coordinator, group=self._group())
-        box: list[Any] = [None]
-        if parts is not None:
-            box = [_combined(parts, combine)]
-        dist.broadcast_object_list(box, src=self._coordinator, group=self._group())
-        return box[0]  # type: ignore[no-any-return]
-
     def _work(self, part: Callable[[], T]) -> bytes | _Failure:
         """The part, pickled here: what cannot be pickled must not break off the exchange."""
-        watch = threading.Event()
-        watcher = threading.Thread(target=self._watch, args=(watch,), name="cloudckpt-watch", daemon=True)
-        watcher.start()
         try:
             return pickle.dumps(part())
         except CloudckptError as error:
             failure = _Failure(error, isinstance(error, InterruptedTransferError))
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # the others must hear of it, whatever it is
             failure = _Failure(_foreign(error), False)
-        finally:
-            watch.set()
-            watcher.join()
         self._store.set(self._key("failed"), "1")
         return failure
+
+    def _exchange(self, mine: bytes | _Failure, combine: Callable[[Sequence[T]], R]) -> bytes | _Failure:
+        inline_bytes = min(INLINE_BYTES, INLINE_TOTAL_BYTES // self.size)
+        sent = pickle.dumps(mine)
+        # The stubs forget bytes. An empty value says that mine is too large for this.
+        self._store.set(self._key(f"here/{self.rank}"), sent if len(sent) <= inline_bytes else b"")  # type: ignore[arg-type]
+        if self.rank == COORDINATOR:
+            return self._conclude(mine, combine, inline_bytes)
+        verdict = self._await_verdict()
+        self._raise_if_late(verdict)
+        if verdict.gathers:
+            dist.gather_object(mine, dst=self._coordinator, group=self._group())
+        return self._broadcast(None) if verdict.outcome is None else verdict.outcome
+
+    def _conclude(
+        self, mine: bytes | _Failure, combine: Callable[[Sequence[T]], R], inline_bytes: int
+    ) -> bytes | _Failure:
+        """On the coordinator: from the parts to the outcome."""
+        late = self._await_ranks()
+        if late:
+            text = f"not here within {self.timeout_s:g} s and not at work: killed, or it did not call the same function"
+            verdict = _Verdict(dict.fromkeys(late, text))
+            self._announce(verdict)
+            self._raise_if_late(verdict)
+        self._forget(self._rounds - 2)
+        sent = [self._store.get(self._key(f"here/{rank}")) for rank in range(self.size)]
+        if not all(sent):
+            self._announce(_Verdict({}, gathers=True))
+            parts: list[Any] = [None] * self.size
+            dist.gather_object(mine, parts, dst=self._coordinator, group=self._group())
+            return self._broadcast(_combined(parts, combine))
+        outcome = _combined([pickle.loads(part) for part in sent], combine)
+        is_small = isinstance(outcome, _Failure) or len(outcome) <= inline_bytes
+        self._announce(_Verdict({}, outcome if is_small else None))
+        return outcome if is_small else self._broadcast(outcome)
+
+    def _announce(self, verdict: _Verdict) -> None:
+        self._store.set(self._key("verdict"), pickle.dumps(verdict))  # type: ignore[arg-type]  # the stubs forget bytes
+
+    def _raise_if_late(self, verdict: _Verdict) -> None:
+        if verdict.causes:
+            # Whoever comes now must not take this rank for one that is still waiting.
+            self._store.delete_key(self._key(f"here/{self.rank}"))
+            raise _rank_error(verdict.causes)
+
+    def _broadcast(self, outcome: bytes | _Failure | None) -> bytes | _Failure:
+        box: list[Any] = [outcome]
+        dist.broadcast_object_list(box, src=self._coordinator, group=self._group())
+        return box[0]  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def _sign_of_life(self) -> Iterator[None]:
+        stop = threading.Event()
+        watcher = threading.Thread(target=self._watch, args=(stop,), name="cloudckpt-watch", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            watcher.join()
 
     def _watch(self, stop: threading.Event) -> None:
         beats = 0
@@ -170,30 +225,12 @@ class Ranks:
             if has_failed:
                 self.cancel.set()
 
-    def _meet(self) -> None:
-        """Wait until all ranks are here. Raises RankError on all of them if some do not come."""
-        self._store.set(self._key(f"here/{self.rank}"), "1")
-        if self.rank == COORDINATOR:
-            late = self._await_ranks()
-            text = f"not here within {self.timeout_s:g} s and not at work: killed, or it did not call the same function"
-            verdict = _Verdict(dict.fromkeys(late, text))
-            self._store.set(self._key("verdict"), pickle.dumps(verdict))  # type: ignore[arg-type]  # the stubs forget bytes
-            self._forget(self._rounds - 2)
-        else:
-            verdict = self._await_verdict()
-        if verdict.causes:
-            # Whoever comes now must not take this rank for one that is still waiting.
-            self._store.delete_key(self._key(f"here/{self.rank}"))
-            raise _rank_error(verdict.causes)
-
     def _await_ranks(self) -> list[int]:
         """The ranks that neither arrive nor show a sign of life for ``timeout_s``."""
         missing = [r for r in range(self.size) if r != self.rank]
         beats: dict[int, bytes] = {}
         deadline = time.monotonic() + self.timeout_s
         while missing:
-            # Those who wait for the verdict must see that this rank waits, too.
-            self._store.set(self._key(f"beat/{self.rank}"), f"waiting {time.monotonic()}")
             self._wait(self._key(f"here/{missing[0]}"), min(HEARTBEAT_S, max(0.01, deadline - time.monotonic())))
             missing = [r for r in missing if not self._store.check([self._key(f"here/{r}")])]
             if missing and time.monotonic() >= deadline:
@@ -224,7 +261,7 @@ class Ranks:
     def _wait(self, key: str, timeout_s: float) -> bool:
         """Asks again and again: the store's own wait warns on the console whenever it times out."""
         deadline = time.monotonic() + timeout_s
-        longest_s = 0.02 + self.size / 4096  # so that many ranks do not flood the store
+        longest_s = 0.004 + self.size / 4096  # so that many ranks do not flood the store
         pause_s = 0.0005
         while not self._store.check([key]):
             if time.monotonic() >= deadline:
