@@ -16,10 +16,11 @@ from cloudckpt.config import Config
 from cloudckpt.errors import InvalidStateError, MismatchError
 from cloudckpt.format.manifest import Manifest, decode_manifest
 from cloudckpt.format.tree import TreePath, leaves, path_text
+from cloudckpt.plan.reads import StoredChunks, plan_load
 from cloudckpt.progress import Progress, start_progress
 from cloudckpt.pytorch.fill import Match, Problems, check_root, match_state
 from cloudckpt.pytorch.group import Group, make_group
-from cloudckpt.pytorch.targets import plan_targets
+from cloudckpt.pytorch.targets import ChunkPlaces, Targets
 from cloudckpt.store.base import Store
 from cloudckpt.store.resolve import resolve
 from cloudckpt.transfer.download import download, effective_read_bytes
@@ -215,18 +216,21 @@ def _read(
 
     def fetch() -> _Result:
         start = time.perf_counter()
-        targets, reads = plan_targets(manifest, match.wants, read_bytes=effective_read_bytes(config))
+        targets = Targets(match.wants)
+        plan = plan_load(StoredChunks.of(manifest), [targets.table], read_bytes=effective_read_bytes(config))
+        reads = plan.rank(0)
+        places = ChunkPlaces(manifest, targets, reads.parts)
         seconds["plan"] = time.perf_counter() - start
         total = sum(read.nbytes for read in reads.reads)
         before = store.counts
         with start_progress(progress, "load", total, show=ranks.rank == 0) as advance:
             download(
-                store, manifest, reads.reads, targets.open_sink, config=config, cancel=ranks.cancel, advance=advance
+                store, manifest, reads.reads, places.open_sink, config=config, cancel=ranks.cancel, advance=advance
             )
         seconds["read"] = time.perf_counter() - start - seconds["plan"]
         counts = store.counts
         touched = np.zeros(num_chunks, dtype=bool)
-        touched[reads.chunk] = True
+        touched[reads.parts.chunk] = True
         fetched = counts.bytes_fetched - before.bytes_fetched
         return _Result(np.packbits(touched).tobytes(), fetched, counts.requests, seconds)
 

@@ -20,9 +20,10 @@ from cloudckpt.format import values
 from cloudckpt.format.dtypes import from_numpy, numpy_dtype
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.tree import Node, TreePath, children, is_mapping, key_token, path_text
+from cloudckpt.plan.reads import StoredChunks, plan_load
 from cloudckpt.pytorch.per_rank import decode_inline
 from cloudckpt.pytorch.shards import LocalShard, ndarray_shard, tensor_shard
-from cloudckpt.pytorch.targets import plan_targets
+from cloudckpt.pytorch.targets import ChunkPlaces, Targets
 from cloudckpt.transfer.download import download, effective_read_bytes
 
 
@@ -47,18 +48,20 @@ def read(
     config = config or Config()
     with open_checkpoint(url, storage_options=storage_options, config=config) as checkpoint:
         manifest = checkpoint.manifest
-        targets = _Targets(manifest, allow_pickle)
+        made = _Made(manifest, allow_pickle)
         try:
             tree = manifest.document.tree if names is None else _select(manifest.document.tree, names, checkpoint.url)
-            state = values.decode(tree, leaf=targets.leaf, allow_pickle=allow_pickle)
+            state = values.decode(tree, leaf=made.leaf, allow_pickle=allow_pickle)
         except FormatError as error:
             raise FormatError(f"{checkpoint.url}: {error}") from error
-        sinks, reads = plan_targets(manifest, targets.wants, read_bytes=effective_read_bytes(config))
+        targets = Targets(made.wants)
+        plan = plan_load(StoredChunks.of(manifest), [targets.table], read_bytes=effective_read_bytes(config))
+        reads = plan.rank(0)
         download(
             checkpoint.store,
             manifest,
             reads.reads,
-            sinks.open_sink,
+            ChunkPlaces(manifest, targets, reads.parts).open_sink,
             config=config,
             cancel=threading.Event(),
             advance=lambda _: None,
@@ -114,7 +117,7 @@ def _emptied(tree: Node) -> Node:
     return _with_children(tree, ()) if children(tree) is not None else None
 
 
-class _Targets:
+class _Made:
     """Makes the tensors and arrays that a tree refers to, yet to be filled."""
 
     def __init__(self, manifest: Manifest, allow_pickle: bool) -> None:

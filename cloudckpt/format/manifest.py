@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import math
+import operator
 import re
 from functools import cached_property
 from typing import Any
@@ -124,6 +126,9 @@ class ChunkColumns:
         return ChunkTable(count=len(object), **packed)
 
 
+_first_chunk = operator.attrgetter("first_chunk")
+
+
 class Manifest:
     """A validated manifest. Grids and columns are built once, on first use."""
 
@@ -182,8 +187,8 @@ class Manifest:
     def locate(self, chunk: int) -> tuple[int, int]:
         """The array number of a row of the chunk table, and the chunk's number within the array."""
         # Arrays without chunks share their first_chunk with the next: "right" skips them.
-        array = int(np.searchsorted(self.first_chunks, chunk, side="right")) - 1
-        return array, chunk - int(self.first_chunks[array])
+        array = bisect.bisect_right(self.arrays, chunk, key=_first_chunk) - 1
+        return array, chunk - self.arrays[array].first_chunk
 
     @property
     def nbytes(self) -> int:

@@ -26,12 +26,15 @@ class Placement:
     start: tuple[int, ...]
 
     @staticmethod
-    def of_box(target: Bytes, stored_shape: tuple[int, ...], offset: tuple[int, ...]) -> Placement:
+    def of_box(target: Bytes, stored_shape: Sequence[int], offset: Sequence[int]) -> Placement:
         """``target`` has the wanted box's shape and a last axis of ``itemsize`` bytes."""
-        itemsize = target.shape[-1]
-        extents, start = [*stored_shape, itemsize], [*offset, 0]
+        return Placement.of_rows(target, [*stored_shape, target.shape[-1]], [*offset, 0])
+
+    @staticmethod
+    def of_rows(target: Bytes, extents: Sequence[int], start: Sequence[int]) -> Placement:
+        """As the fields say, but rows that follow each other in memory become one: fewer, larger copies."""
+        extents, start = list(extents), list(start)
         shape, strides = list(target.shape), list(target.strides)
-        # Whole rows that follow each other in memory are one longer row: fewer, larger copies.
         while (
             len(shape) > 1
             and shape[-1] == extents[-1]
@@ -44,8 +47,9 @@ class Placement:
             strides[-1] = 1
             extents[-2:] = [extents[-2] * row]
             start[-2:] = [start[-2] * row]
-        merged = np.lib.stride_tricks.as_strided(target, shape, strides)
-        return Placement(merged, tuple(extents), tuple(start))
+        if len(shape) != target.ndim:
+            target = np.lib.stride_tricks.as_strided(target, shape, strides)
+        return Placement(target, tuple(extents), tuple(start))
 
     def put(self, data: Bytes, position: int) -> None:
         """Bytes ``[position, position + len(data))`` of the chunk; what is not wanted is skipped."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from cloudckpt.format.grid import Grid, Ints
@@ -25,3 +27,22 @@ def overlaps(grid: Grid, offset: Ints, shape: Ints) -> tuple[Ints, Ints]:
         chunk = np.repeat(chunk * count + first[box], lengths) + within
         box = np.repeat(box, lengths)
     return box, chunk
+
+
+def chunk_bounds(grid: Grid, chunk: Ints) -> tuple[Ints, Ints]:
+    """``(start, end)``, int64[k, dims] each, of chunks by their number (without padding)."""
+    index = np.unravel_index(chunk, grid.counts) if grid.counts else ()
+    start = np.empty((len(chunk), len(grid.counts)), dtype=np.int64)
+    end = np.empty_like(start)
+    for d, edges in enumerate(grid.edges):
+        start[:, d] = edges[index[d]]
+        end[:, d] = edges[index[d] + 1]
+    return start, end
+
+
+def group_rows(values: Ints) -> tuple[Ints, Sequence[Ints]]:
+    """Distinct values, ascending, and the row numbers of each."""
+    order = np.argsort(values, kind="stable")
+    distinct, starts = np.unique(values[order], return_index=True)
+    # Split always returns a part, also of nothing.
+    return distinct, np.split(order, starts[1:]) if len(order) else []

@@ -1,4 +1,4 @@
-"""What each rank fetches for a load. Pure: manifest and wanted boxes in, ranged reads out."""
+"""What each rank fetches for a load by itself. Pure: manifest and wanted boxes in, ranged reads out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from cloudckpt.format.grid import Grid, Ints
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.plan.coalesce import coalesce
-from cloudckpt.plan.overlap import overlaps
+from cloudckpt.plan.overlap import chunk_bounds, group_rows, overlaps
 from cloudckpt.plan.shard import PieceTable, padded_bounds
 
 
@@ -32,27 +32,47 @@ class StoredChunks:
 
 @dataclass(frozen=True, eq=False)
 class RangeRead:
-    """One request: ``chunks`` are rows of the chunk table, by ascending byte offset."""
+    """One request: ``chunks`` are rows of the chunk table, by ascending byte offset. ``round``: of the exchange."""
 
     object: int
     byte_offset: int
     nbytes: int
     chunks: Ints
+    round: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What pieces and chunks have in common: row i is the part of ``chunk[i]`` that piece ``piece[i]`` wants.
+
+    ``in_chunk``, ``in_piece``: int64[k, dims], its offset within either; ``shape``: int64[k, dims].
+    Unused trailing dims are 0 (shape: 1).
+    """
+
+    piece: Ints
+    chunk: Ints
+    in_chunk: Ints
+    in_piece: Ints
+    shape: Ints
+
+    def __len__(self) -> int:
+        return len(self.piece)
 
 
 @dataclass(frozen=True, eq=False)
 class RankReads:
-    """What one rank does. ``(piece[i], chunk[i])``: row of its wants, and a chunk with a part of it; by chunk."""
+    """What one rank does. ``parts``: where the chunks that it reads go in its own pieces; by chunk."""
 
     reads: tuple[RangeRead, ...]
-    piece: Ints
-    chunk: Ints
+    parts: Parts
 
 
 @dataclass(frozen=True, eq=False)
 class LoadPlan:
     """All ranks' parts as columns; rank r has rows ``[ranges[r], ranges[r + 1])`` of each kind."""
 
+    stored: StoredChunks
+    wants: Sequence[PieceTable]
     piece: Ints
     touched: Ints
     touched_ranges: Ints
@@ -75,7 +95,7 @@ class LoadPlan:
             for i in range(a, b)
         )
         rows = slice(int(self.touched_ranges[rank]), int(self.touched_ranges[rank + 1]))
-        return RankReads(reads, self.piece[rows], self.touched[rows])
+        return RankReads(reads, parts_of(self.stored, self.wants[rank], self.piece[rows], self.touched[rows]))
 
 
 def plan_load(stored: StoredChunks, wants: Sequence[PieceTable], *, read_bytes: int) -> LoadPlan:
@@ -97,6 +117,8 @@ def plan_load(stored: StoredChunks, wants: Sequence[PieceTable], *, read_bytes: 
     starts = coalesce(reader, objects, offsets, sizes, read_bytes=read_bytes)
     ends = np.append(starts[1:], len(fetched))
     return LoadPlan(
+        stored=stored,
+        wants=wants,
         piece=piece,
         touched=chunk,
         touched_ranges=touched_ranges,
@@ -109,6 +131,22 @@ def plan_load(stored: StoredChunks, wants: Sequence[PieceTable], *, read_bytes: 
     )
 
 
+def parts_of(stored: StoredChunks, table: PieceTable, piece: Ints, chunk: Ints) -> Parts:
+    """The common boxes of pieces and chunks that are known to meet."""
+    dims = table.offset.shape[1]
+    in_chunk = np.zeros((len(piece), dims), dtype=np.int64)
+    in_piece = np.zeros_like(in_chunk)
+    shape = np.ones_like(in_chunk)
+    for number, rows in zip(*group_rows(table.tensor[piece]), strict=True):
+        n = len(stored.grids[number].shape)
+        start, end = chunk_bounds(stored.grids[number], chunk[rows] - stored.first_chunks[number])
+        offset = table.offset[piece[rows], :n]
+        first = np.maximum(start, offset)
+        last = np.minimum(end, offset + table.shape[piece[rows], :n])
+        in_chunk[rows, :n], in_piece[rows, :n], shape[rows, :n] = first - start, first - offset, last - first
+    return Parts(piece, chunk, in_chunk, in_piece, shape)
+
+
 def _touched(stored: StoredChunks, wants: Sequence[PieceTable]) -> tuple[Ints, Ints, Ints]:
     """``(rank, row of the rank's wants, chunk)`` of every overlap, over all ranks."""
     dims = max((t.offset.shape[1] for t in wants), default=0)
@@ -116,12 +154,8 @@ def _touched(stored: StoredChunks, wants: Sequence[PieceTable]) -> tuple[Ints, I
     row = np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(len(t), dtype=np.int64) for t in wants)])
     tensor = np.concatenate([np.zeros(0, dtype=np.int64), *(t.tensor for t in wants)])
     bounds = np.concatenate([np.zeros((0, 2 * dims), dtype=np.int64), *(padded_bounds(t, dims) for t in wants)])
-    order = np.argsort(tensor, kind="stable")
-    tensors, starts = np.unique(tensor[order], return_index=True)
     owners, chunks = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
-    # Split always returns a part, also of nothing.
-    parts = np.split(order, starts[1:]) if len(order) else []
-    for number, rows in zip(tensors.tolist(), parts, strict=True):
+    for number, rows in zip(*group_rows(tensor), strict=True):
         grid = stored.grids[number]
         n = len(grid.shape)
         boxes = bounds[rows]

@@ -34,6 +34,14 @@ def tensor_elements(tensor: torch.Tensor) -> Elements:
     )
 
 
+_OPAQUE_TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def opaque_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a tensor on any device as plain numbers of the same size."""
+    return tensor.view(_OPAQUE_TORCH[tensor.element_size()])
+
+
 def array_elements(array: npt.NDArray[Any]) -> Elements:
     """The same for a numpy array."""
     elements: Elements = array[..., None].view(_OPAQUE[array.dtype.itemsize])[..., 0]

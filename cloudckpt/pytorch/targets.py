@@ -1,93 +1,159 @@
-"""Where the chunks of a load go: into host memory as they arrive, or to a device through a host buffer."""
+"""Where the bytes of a load go: straight into host memory, or through a host buffer to a device or another dtype."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-import numpy as np
 import torch
 
 from cloudckpt.format.box import Box
 from cloudckpt.format.codec import Bytes1D
 from cloudckpt.format.manifest import Manifest
-from cloudckpt.format.place import Placement, PlacementSink
-from cloudckpt.plan.reads import RankReads, StoredChunks, plan_load
+from cloudckpt.format.place import Bytes, Placement, PlacementSink
+from cloudckpt.plan.reads import Parts
 from cloudckpt.plan.shard import PieceBox, PieceTable
-from cloudckpt.pytorch.memory import array_bytes, tensor_elements
+from cloudckpt.pytorch.memory import array_bytes, opaque_tensor, tensor_elements
 from cloudckpt.pytorch.shards import LocalShard
 
-
-def plan_targets(
-    manifest: Manifest, wants: Sequence[tuple[int, LocalShard]], *, read_bytes: int
-) -> tuple[Targets, RankReads]:
-    """What one rank reads for its ``wants`` (array number, shard to fill), and where it goes."""
-    rows = [
-        (number, shard, piece)
-        for number, shard in sorted(wants, key=lambda want: want[0])
-        for piece in shard.pieces
-        if piece.box.num_elements
-    ]
-    table = PieceTable.build((number, piece.box) for number, _, piece in rows)
-    plan = plan_load(StoredChunks.of(manifest), [table], read_bytes=read_bytes).rank(0)
-    return Targets(manifest, [(shard, piece) for _, shard, piece in rows], plan), plan
+Want = tuple[int, LocalShard]
+"""An array number, and the shard to fill from it."""
 
 
 class Targets:
-    """``rows[i]`` is what row i of the plan's wanted pieces fills."""
+    """The memory that one rank fills. Row i of ``table`` is what ``fields[i]`` wants."""
 
-    def __init__(self, manifest: Manifest, rows: Sequence[tuple[LocalShard, PieceBox]], plan: RankReads) -> None:
-        self._manifest = manifest
-        self._rows = rows
-        self._plan = plan
+    def __init__(self, wants: Sequence[Want]) -> None:
+        rows = [
+            (number, shard, piece)
+            for number, shard in sorted(wants, key=lambda want: want[0])
+            for piece in shard.pieces
+            if piece.box.num_elements
+        ]
+        self.table = PieceTable.build((number, piece.box) for number, _, piece in rows)
+        self.fields = [Field(shard, piece) for _, shard, piece in rows]
 
-    def open_sink(self, chunk: int) -> PlacementSink | _DeviceSink:
-        array, number = self._manifest.locate(chunk)
-        grid = self._manifest.grids[array]
-        box, stored_shape = grid.box(number), grid.stored_shape(number)
-        first, last = np.searchsorted(self._plan.chunk, [chunk, chunk + 1]).tolist()
-        placements: list[Placement] = []
-        copies: list[_DeviceCopy] = []
-        for row in self._plan.piece[first:last].tolist():
-            shard, piece = self._rows[row]
-            part = box.intersect(piece.box)
-            assert part is not None, "the planner only names pieces that the chunk meets"
-            start = part.relative_to(box.offset).offset
-            local = part.relative_to(piece.global_offset)
-            local = Box(tuple(a + b for a, b in zip(local.offset, piece.local_offset, strict=True)), local.shape)
-            if shard.on_host:
-                target = array_bytes(shard.elements)[local.slices]
+
+class Field:
+    """The memory of one piece."""
+
+    def __init__(self, shard: LocalShard, piece: PieceBox) -> None:
+        self._shard = shard
+        self._box = Box(piece.local_offset, piece.shape)
+
+    @property
+    def device(self) -> torch.device:
+        memory = self._shard.memory
+        return memory.device if isinstance(memory, torch.Tensor) else torch.device("cpu")
+
+    @property
+    def nbytes(self) -> int:
+        return self._box.num_elements * self._shard.itemsize
+
+    @cached_property
+    def stored_dtype(self) -> torch.dtype:
+        return getattr(torch, self._shard.dtype)  # type: ignore[no-any-return]
+
+    @cached_property
+    def is_direct(self) -> bool:
+        """Whether stored bytes can be put in place as they are."""
+        memory = self._shard.memory
+        return self._shard.on_host and (not isinstance(memory, torch.Tensor) or memory.dtype == self.stored_dtype)
+
+    @cached_property
+    def _host(self) -> tuple[Bytes, int]:
+        """The memory as uint8, and the bytes of an element in its last axis (1: that axis is all of an element)."""
+        elements = self._shard.elements[(*self._box.slices, ...)]  # of a 0-dim array a view, too
+        itemsize = elements.dtype.itemsize
+        if elements.ndim and elements.strides[-1] == itemsize:
+            return elements.view("u1"), itemsize
+        return array_bytes(elements), 1
+
+    def placement(
+        self, stored_shape: Sequence[int], in_chunk: Sequence[int], in_piece: Sequence[int], shape: Sequence[int]
+    ) -> Placement:
+        """Where a part of a chunk goes; only if ``is_direct``."""
+        memory, scale = self._host
+        start, extents = [*in_chunk], [*stored_shape]
+        slices = [slice(a, a + n) for a, n in zip(in_piece, shape, strict=True)]
+        if scale > 1:
+            start[-1], extents[-1] = start[-1] * scale, extents[-1] * scale
+            slices[-1] = slice(slices[-1].start * scale, slices[-1].stop * scale)
+        elif memory.ndim > len(slices):
+            start.append(0)
+            extents.append(memory.shape[-1])
+        return Placement.of_rows(memory[tuple(slices)], extents, start)
+
+    def put(self, payload: torch.Tensor, in_piece: Sequence[int], shape: Sequence[int]) -> None:
+        """Set a part from a tensor of its shape and the stored dtype, on any device."""
+        memory = self._shard.memory
+        assert isinstance(memory, torch.Tensor), "numpy arrays are filled through placements"
+        part = memory[tuple(slice(o + a, o + a + n) for o, a, n in zip(self._box.offset, in_piece, shape, strict=True))]
+        with torch.no_grad():
+            if memory.dtype != self.stored_dtype:
+                part.copy_(payload)
             else:
-                assert isinstance(shard.memory, torch.Tensor)
-                copy = _DeviceCopy(shard.memory, local)
-                copies.append(copy)
-                target = copy.host_bytes
-            placements.append(Placement.of_box(target, stored_shape, start))
-        return _DeviceSink(placements, copies) if copies else PlacementSink(placements)
+                # As plain numbers: not every backend copies every dtype.
+                opaque_tensor(part).copy_(opaque_tensor(payload))
 
 
-class _DeviceCopy:
-    """A host buffer for a part of a device tensor."""
+class _Staged:
+    """A part in host memory, on its way."""
 
-    def __init__(self, device_tensor: torch.Tensor, local: Box) -> None:
-        self._destination = device_tensor[local.slices]
-        self._host = torch.empty(local.shape, dtype=device_tensor.dtype)
+    def __init__(self, field: Field, in_piece: Sequence[int], shape: Sequence[int]) -> None:
+        self._field, self._in_piece, self._shape = field, in_piece, shape
+        self._host = torch.empty(tuple(shape), dtype=field.stored_dtype)
         self.host_bytes = array_bytes(tensor_elements(self._host))
 
     def finish(self) -> None:
-        with torch.no_grad():
-            self._destination.copy_(self._host)
+        self._field.put(self._host, self._in_piece, self._shape)
 
 
-class _DeviceSink:
-    """Into host buffers, and on to the device once the checksum is known to be right."""
+@dataclass(frozen=True)
+class StagedSink:
+    """Into host buffers, and on once the checksum is known to be right."""
 
-    def __init__(self, placements: Sequence[Placement], copies: Sequence[_DeviceCopy]) -> None:
-        self._host = PlacementSink(placements)
-        self._copies = copies
+    host: PlacementSink
+    staged: Sequence[_Staged]
 
     def put(self, data: Bytes1D, position: int) -> None:
-        self._host.put(data, position)
+        self.host.put(data, position)
 
     def done(self) -> None:
-        for copy in self._copies:
-            copy.finish()
+        for part in self.staged:
+            part.finish()
+
+
+class ChunkPlaces:
+    """From a chunk to all the places that ``parts`` of it go to."""
+
+    def __init__(self, manifest: Manifest, targets: Targets, parts: Parts) -> None:
+        self._manifest = manifest
+        self._fields = targets.fields
+        self._rows: dict[int, list[int]] = {}
+        for row, chunk in enumerate(parts.chunk.tolist()):
+            self._rows.setdefault(chunk, []).append(row)
+        # As lists: numpy's scalars are slow one at a time.
+        self._piece = parts.piece.tolist()
+        self._in_chunk, self._in_piece, self._shape = (
+            column.tolist() for column in (parts.in_chunk, parts.in_piece, parts.shape)
+        )
+
+    def open_sink(self, chunk: int) -> PlacementSink | StagedSink:
+        array, number = self._manifest.locate(chunk)
+        stored_shape = self._manifest.grids[array].stored_shape(number)
+        n = len(stored_shape)
+        placements: list[Placement] = []
+        staged: list[_Staged] = []
+        for row in self._rows.get(chunk, ()):
+            field = self._fields[self._piece[row]]
+            in_chunk, in_piece, shape = self._in_chunk[row][:n], self._in_piece[row][:n], self._shape[row][:n]
+            if field.is_direct:
+                placements.append(field.placement(stored_shape, in_chunk, in_piece, shape))
+            else:
+                part = _Staged(field, in_piece, shape)
+                staged.append(part)
+                placements.append(Placement.of_box(part.host_bytes, stored_shape, tuple(in_chunk)))
+        sink = PlacementSink(placements)
+        return StagedSink(sink, staged) if staged else sink

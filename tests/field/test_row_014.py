@@ -78,4 +78,4 @@ def test_plans_for_many_ranks(extent: int, num_ranks: int):
     stored = StoredChunks(plan.grids, plan.first_chunks, columns * 0, columns * 68, columns * 0 + 68)
     loads = plan_load(stored, tables, read_bytes=2**20)
     for rank in range(num_ranks):
-        assert loads.rank(rank).chunk.tolist() == plan.chunks_of(rank).tolist()
+        assert loads.rank(rank).parts.chunk.tolist() == plan.chunks_of(rank).tolist()

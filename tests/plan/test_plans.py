@@ -108,7 +108,7 @@ def test_a_load_fetches_just_the_chunks_that_it_needs_and_gets_every_element(
         reads = load.rank(rank)
         fetched = [c for read in reads.reads for c in read.chunks.tolist()]
         assert len(fetched) == len(set(fetched))
-        assert set(fetched) == set(reads.chunk.tolist())
+        assert set(fetched) == set(reads.parts.chunk.tolist())
         for read in reads.reads:
             offsets, sizes = chunks.byte_offset[read.chunks], chunks.nbytes[read.chunks]
             assert (chunks.object[read.chunks] == read.object).all()
@@ -118,7 +118,7 @@ def test_a_load_fetches_just_the_chunks_that_it_needs_and_gets_every_element(
             assert (gaps >= 100).all()
             assert (gaps <= FRAMING_BYTES).all()
         elements = dict.fromkeys(range(len(table)), 0)
-        for row, chunk in zip(reads.piece.tolist(), reads.chunk.tolist(), strict=True):
+        for row, chunk in zip(reads.parts.piece.tolist(), reads.parts.chunk.tolist(), strict=True):
             tensor = int(table.tensor[row])
             part = (
                 plan.grids[tensor]
@@ -206,7 +206,7 @@ def test_large_tensors_can_be_sliced_along_any_dim() -> None:
     plan = plan_save([spec], rows, chunk_bytes=4 * 2**20)
     chunks = stored(plan)
     load = plan_load(chunks, columns, read_bytes=16 * 2**20)
-    assert [int(chunks.nbytes[load.rank(r).chunk].sum()) for r in range(4)] == [int(chunks.nbytes.sum()) // 4] * 4
+    assert [int(chunks.nbytes[load.rank(r).parts.chunk].sum()) for r in range(4)] == [int(chunks.nbytes.sum()) // 4] * 4
     assert plan.grids[0].is_regular
 
 
