@@ -125,7 +125,9 @@ def _stored(plan: SavePlan) -> StoredChunks:
     first = np.searchsorted(owner, owner)  # the first chunk of the same pack
     byte_offset = np.empty(len(nbytes), dtype=np.int64)
     byte_offset[order] = ends - nbytes[order] - (ends - nbytes[order])[first]
-    return StoredChunks(plan.grids, plan.first_chunks, plan.owner.astype(np.int64), byte_offset, nbytes)
+    return StoredChunks(
+        plan.grids, plan.first_chunks, plan.owner.astype(np.int64), byte_offset, nbytes, [4] * len(plan.grids)
+    )
 
 
 @contextmanager

@@ -1,29 +1,32 @@
-"""Loading: manifest -> wanted boxes -> plan -> ranged reads -> verify, decode, place -> state."""
+"""Loading: manifest -> wanted boxes -> plan -> ranged reads -> verify, decode, place, pass on -> state."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from cloudckpt import catalog
 from cloudckpt.config import Config
-from cloudckpt.errors import InvalidStateError, MismatchError
+from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.manifest import Manifest, decode_manifest
-from cloudckpt.format.tree import TreePath, leaves, path_text
-from cloudckpt.plan.reads import StoredChunks, plan_load
+from cloudckpt.format.tree import leaves
+from cloudckpt.plan.reads import RangeRead
 from cloudckpt.progress import Progress, start_progress
-from cloudckpt.pytorch.fill import Match, Problems, check_root, match_state
-from cloudckpt.pytorch.group import Group, make_group
-from cloudckpt.pytorch.targets import ChunkPlaces, Targets
+from cloudckpt.pytorch.exchange import run_exchange
+from cloudckpt.pytorch.fill import Match, check_root, match_state
+from cloudckpt.pytorch.group import Group, Ranks, make_group
+from cloudckpt.pytorch.sharing import ExchangeMode, Groups, Prepared, Scope, Shared, describe, prepare, share
+from cloudckpt.pytorch.targets import ChunkPlaces
+from cloudckpt.pytorch.wishes import Wish, judge, pack_bits, unpack_bits
 from cloudckpt.store.base import Store
 from cloudckpt.store.resolve import resolve
-from cloudckpt.transfer.download import download, effective_read_bytes
+from cloudckpt.transfer.download import Admit, OpenSink, download, effective_read_bytes
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -37,6 +40,8 @@ class LoadReport:
     asked for (dotted paths; both empty unless ``strict=False``). ``bytes_needed``: distinct stored
     bytes that the job wanted; ``bytes_fetched``: what it got from the store; ``bytes_sent``: what
     ranks passed on. ``num_requests`` counts the manifest's, too. ``seconds``: by stage, of the slowest rank.
+    ``exchange``: how chunks were passed on ("none", "broadcast", "alltoall", "broadcast+alltoall"),
+    ``exchange_reason``: and why.
     """
 
     step: int | None
@@ -47,25 +52,8 @@ class LoadReport:
     bytes_sent: int
     num_requests: int
     seconds: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Wish:
-    """One rank's part of the comparison. ``asked``: a bit for every stored leaf, in tree order."""
-
-    asked: bytes
-    problems: Problems
-    arguments: tuple[str, bool]
-    has_objects: bool
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    """What ``strict=False`` forgives, and whether any rank has objects to load into."""
-
-    missing: list[str]
-    unexpected: list[str]
-    has_objects: bool
+    exchange: str = "none"
+    exchange_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,6 +62,7 @@ class _Result:
 
     touched: bytes
     bytes_fetched: int
+    bytes_sent: int
     num_requests: int
     seconds: dict[str, float]
 
@@ -84,11 +73,13 @@ def load(
     *,
     strict: bool = True,
     cast: bool = False,
-    exchange: Literal["auto", "none"] = "auto",
+    exchange: ExchangeMode = "auto",
+    exchange_scope: Scope = "world",
     rules: None = None,
     rename: None = None,
     storage_options: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
+    groups: Groups | None = None,
     allow_pickle: bool = False,
     progress: Progress = None,
     config: Config | None = None,
@@ -101,17 +92,25 @@ def load(
     over all ranks. ``strict=False`` forgives missing and unexpected keys, nothing else. Nothing is
     resized, broadcast or cast.
 
-    Every chunk that is read is verified. If reading fails half-way (StoreError, CorruptChunkError,
-    RankError), tensors may have been filled in part, plain values not at all: do not train on it.
+    ``exchange``: "auto" reads each stored byte from the store once, and passes it on to all ranks that
+    want it, whole chunks to many ranks by broadcast, and parts one by one; "broadcast" and "alltoall"
+    prefer the one or force the other; "none" lets every rank read what it wants. ``exchange_scope="node"``
+    reads once per node instead, for links between nodes that are slower than the store. ``groups``: process
+    groups by their global ranks that may be used; those of the targets' device meshes are known. Others that
+    are needed are made, and destroyed at the end.
+
+    Every chunk that is read is verified before it is passed on. If reading fails half-way (StoreError,
+    CorruptChunkError, RankError), tensors may have been filled in part, plain values not at all: do not train on it.
     """
     config = config or Config()
     ranks = make_group(group, config.rank_timeout_s)
     seconds: dict[str, float] = {}
     start = time.perf_counter()
     opened: list[Store] = []
+    arguments = {"url": os.fspath(url), "strict": strict, "exchange": exchange, "exchange_scope": exchange_scope}
 
     def begin() -> None:
-        _check_options(cast, exchange, rules, rename)
+        _check_options(cast, exchange, exchange_scope, rules, rename)
         check_root(state)
         opened.append(resolve(url, storage_options, config))
 
@@ -122,16 +121,30 @@ def load(
         seconds["manifest"] = time.perf_counter() - start
         stored = [path for path, _ in leaves(manifest.document.tree)]
         matches: list[Match] = []
+        prepared: list[Prepared] = []
 
-        def compare() -> _Wish:
+        def compare() -> Wish:
             match = match_state(state, manifest, rank=ranks.rank, world_size=ranks.size, allow_pickle=allow_pickle)
             matches.append(match)
             asked = np.array([path in match.asked for path in stored], dtype=bool)
-            return _Wish(np.packbits(asked).tobytes(), match.problems, (os.fspath(url), strict), match.has_objects)
+            settings = tuple((arguments | asdict(config)).items())
+            sharing = None
+            if match.problems.is_readable:
+                prepared.append(prepare(manifest, match, ranks, groups, read_bytes=effective_read_bytes(config)))
+                if exchange != "none" and isinstance(ranks, Ranks):
+                    sharing = describe(prepared[0], manifest, ranks)
+            return Wish(pack_bits(asked), match.problems, settings, match.has_objects, sharing)
 
-        verdict = ranks.round(compare, lambda wishes: _judge(wishes, stored, store.url, strict))
-        report = _read(ranks, store, manifest, matches[0], progress, config, seconds)
-
+        verdict = ranks.round(compare, lambda wishes: judge(wishes, stored, store.url, strict=strict))
+        start = time.perf_counter()
+        shared, reason = None, verdict.reason
+        if verdict.agreement is not None:
+            assert isinstance(ranks, Ranks)
+            buffer_bytes = config.memory_bytes // 2
+            shared = share(ranks, prepared[0], verdict.agreement, exchange, exchange_scope, buffer_bytes=buffer_bytes)
+            reason = "no chunk is wanted twice" if shared is None else "chunks are wanted by several ranks"
+        seconds["plan"] = time.perf_counter() - start
+        report = _read(ranks, store, manifest, prepared[0], shared, reason, progress, config, seconds)
         report = replace(report, missing=verdict.missing, unexpected=verdict.unexpected)
 
         def finish() -> None:
@@ -146,68 +159,24 @@ def load(
             store.close()
 
 
-def _check_options(cast: bool, exchange: str, rules: object, rename: object) -> None:
+def _check_options(cast: bool, exchange: str, scope: str, rules: object, rename: object) -> None:
     if cast:
         raise InvalidStateError("cast=True is not supported by this version: load into the stored dtype and convert")
-    if exchange not in ("auto", "none"):
-        raise InvalidStateError(f"exchange must be 'auto' or 'none' in this version, not {exchange!r}")
+    if exchange not in ("auto", "none", "broadcast", "alltoall"):
+        raise InvalidStateError(f"exchange must be 'auto', 'none', 'broadcast' or 'alltoall', not {exchange!r}")
+    if scope not in ("world", "node"):
+        raise InvalidStateError(f"exchange_scope must be 'world' or 'node', not {scope!r}")
     if rules is not None or rename is not None:
         raise InvalidStateError("rules and rename are not supported by this version")
-
-
-def _judge(wishes: Sequence[_Wish], stored: list[TreePath], where: str, strict: bool) -> _Verdict:
-    """On the coordinator: all ranks' differences at once."""
-    for rank, wish in enumerate(wishes):
-        if wish.arguments != wishes[0].arguments:
-            raise InvalidStateError(
-                f"load() was called with {wishes[0].arguments} on rank 0 but {wish.arguments} on rank {rank}"
-            )
-    asked = np.zeros(len(stored), dtype=bool)
-    problems = Problems()
-    for wish in wishes:
-        asked |= _unpack(wish.asked, len(stored))
-        problems.missing.extend(wish.problems.missing)
-        problems.shapes.update(wish.problems.shapes)
-        problems.dtypes.update(wish.problems.dtypes)
-        problems.kinds.update(wish.problems.kinds)
-    problems.missing = list(dict.fromkeys(problems.missing))
-    unexpected = [path_text(path) for path, was_asked in zip(stored, asked, strict=True) if not was_asked]
-    forgiven = not strict and not (problems.shapes or problems.dtypes or problems.kinds)
-    if forgiven or not (problems.missing or unexpected or problems.shapes or problems.dtypes or problems.kinds):
-        return _Verdict(problems.missing, unexpected, any(wish.has_objects for wish in wishes))
-    raise _mismatch(problems, unexpected, where, strict)
-
-
-def _mismatch(problems: Problems, unexpected: list[str], where: str, strict: bool) -> MismatchError:
-    lines = [f"the target does not fit the checkpoint at {where}:"]
-    if strict or problems.missing or unexpected:
-        lines += [f"  missing (asked for, not stored): {path}" for path in problems.missing]
-        lines += [f"  unexpected (stored, not asked for): {path}" for path in unexpected]
-    for what, found in (("shape", problems.shapes), ("dtype", problems.dtypes), ("kind", problems.kinds)):
-        lines += [
-            f"  {what}: {path} is {stored} in the checkpoint, {own} in the target"
-            for path, (stored, own) in found.items()
-        ]
-    shown = lines[:60] + ([f"  ... and {len(lines) - 60} more"] if len(lines) > 60 else [])
-    return MismatchError(
-        "\n".join(shown),
-        missing=problems.missing,
-        unexpected=unexpected,
-        shapes=problems.shapes,
-        dtypes=problems.dtypes,
-        kinds=problems.kinds,
-    )
-
-
-def _unpack(bits: bytes, count: int) -> npt.NDArray[np.bool_]:
-    return np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=count).astype(bool)
 
 
 def _read(
     ranks: Group,
     store: Store,
     manifest: Manifest,
-    match: Match,
+    prepared: Prepared,
+    shared: Shared | None,
+    reason: str,
     progress: Progress,
     config: Config,
     seconds: dict[str, float],
@@ -216,28 +185,33 @@ def _read(
 
     def fetch() -> _Result:
         start = time.perf_counter()
-        targets = Targets(match.wants)
-        plan = plan_load(StoredChunks.of(manifest), [targets.table], read_bytes=effective_read_bytes(config))
-        reads = plan.rank(0)
-        places = ChunkPlaces(manifest, targets, reads.parts)
-        seconds["plan"] = time.perf_counter() - start
-        total = sum(read.nbytes for read in reads.reads)
         before = store.counts
-        with start_progress(progress, "load", total, show=ranks.rank == 0) as advance:
-            download(
-                store, manifest, reads.reads, places.open_sink, config=config, cancel=ranks.cancel, advance=advance
+        transfer = partial(_transfer, store, manifest, ranks=ranks, progress=progress)
+        if shared is None:
+            places = ChunkPlaces(manifest, prepared.targets, prepared.alone.parts)
+            transfer(prepared.alone.reads, places.open_sink, config=config)
+            sent = 0
+        else:
+            # One half of the budget for what is being read, the other for what is being passed on.
+            half = replace(config, memory_bytes=max(1, config.memory_bytes // 2))
+            sent = run_exchange(
+                manifest,
+                prepared.targets,
+                shared,
+                lambda it: transfer(it.reads, it.open_sink, config=half, admit=it.admit),
+                read_bytes=effective_read_bytes(half),
             )
-        seconds["read"] = time.perf_counter() - start - seconds["plan"]
+        seconds["read"] = time.perf_counter() - start
         counts = store.counts
         touched = np.zeros(num_chunks, dtype=bool)
-        touched[reads.parts.chunk] = True
+        touched[prepared.alone.parts.chunk] = True
         fetched = counts.bytes_fetched - before.bytes_fetched
-        return _Result(np.packbits(touched).tobytes(), fetched, counts.requests, seconds)
+        return _Result(pack_bits(touched), fetched, sent, counts.requests, seconds)
 
     def summarise(results: Sequence[_Result]) -> LoadReport:
         touched = np.zeros(num_chunks, dtype=bool)
         for result in results:
-            touched |= _unpack(result.touched, num_chunks)
+            touched |= unpack_bits(result.touched, num_chunks)
         stages = {stage: max(r.seconds[stage] for r in results) for stage in results[0].seconds}
         return LoadReport(
             step=manifest.document.step,
@@ -245,9 +219,27 @@ def _read(
             unexpected=[],
             bytes_needed=int(manifest.columns.nbytes[touched].sum()),
             bytes_fetched=sum(r.bytes_fetched for r in results),
-            bytes_sent=0,
+            bytes_sent=sum(r.bytes_sent for r in results),
             num_requests=sum(r.num_requests for r in results),
             seconds=stages,
+            exchange="none" if shared is None else shared.plan.kind,
+            exchange_reason=reason,
         )
 
     return ranks.round(fetch, summarise)
+
+
+def _transfer(
+    store: Store,
+    manifest: Manifest,
+    reads: Sequence[RangeRead],
+    open_sink: OpenSink,
+    *,
+    ranks: Group,
+    progress: Progress,
+    config: Config,
+    admit: Admit | None = None,
+) -> None:
+    total = sum(read.nbytes for read in reads)
+    with start_progress(progress, "load", total, show=ranks.rank == 0) as advance:
+        download(store, manifest, reads, open_sink, config=config, cancel=ranks.cancel, advance=advance, admit=admit)

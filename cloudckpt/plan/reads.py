@@ -23,11 +23,15 @@ class StoredChunks:
     object: Ints
     byte_offset: Ints
     nbytes: Ints
+    itemsizes: Sequence[int]
 
     @staticmethod
     def of(manifest: Manifest) -> StoredChunks:
         columns = manifest.columns
-        return StoredChunks(manifest.grids, manifest.first_chunks, columns.object, columns.byte_offset, columns.nbytes)
+        itemsizes = [manifest.itemsize(array) for array in range(len(manifest.arrays))]
+        return StoredChunks(
+            manifest.grids, manifest.first_chunks, columns.object, columns.byte_offset, columns.nbytes, itemsizes
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +61,9 @@ class Parts:
 
     def __len__(self) -> int:
         return len(self.piece)
+
+    def take(self, rows: Ints) -> Parts:
+        return Parts(self.piece[rows], self.chunk[rows], self.in_chunk[rows], self.in_piece[rows], self.shape[rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,18 +140,22 @@ def plan_load(stored: StoredChunks, wants: Sequence[PieceTable], *, read_bytes: 
 
 def parts_of(stored: StoredChunks, table: PieceTable, piece: Ints, chunk: Ints) -> Parts:
     """The common boxes of pieces and chunks that are known to meet."""
-    dims = table.offset.shape[1]
-    in_chunk = np.zeros((len(piece), dims), dtype=np.int64)
-    in_piece = np.zeros_like(in_chunk)
-    shape = np.ones_like(in_chunk)
-    for number, rows in zip(*group_rows(table.tensor[piece]), strict=True):
+    bounds = common_boxes(stored, table.tensor[piece], table.offset[piece], table.shape[piece], chunk)
+    return Parts(piece, chunk, *bounds)
+
+
+def common_boxes(stored: StoredChunks, tensor: Ints, offset: Ints, shape: Ints, chunk: Ints) -> tuple[Ints, Ints, Ints]:
+    """Of boxes with chunks of their tensor: ``(offset in the chunk, offset in the box, shape)``, as in `Parts`."""
+    in_chunk = np.zeros_like(offset)
+    in_box = np.zeros_like(offset)
+    common = np.ones_like(shape)
+    for number, rows in zip(*group_rows(tensor), strict=True):
         n = len(stored.grids[number].shape)
         start, end = chunk_bounds(stored.grids[number], chunk[rows] - stored.first_chunks[number])
-        offset = table.offset[piece[rows], :n]
-        first = np.maximum(start, offset)
-        last = np.minimum(end, offset + table.shape[piece[rows], :n])
-        in_chunk[rows, :n], in_piece[rows, :n], shape[rows, :n] = first - start, first - offset, last - first
-    return Parts(piece, chunk, in_chunk, in_piece, shape)
+        first = np.maximum(start, offset[rows, :n])
+        last = np.minimum(end, offset[rows, :n] + shape[rows, :n])
+        in_chunk[rows, :n], in_box[rows, :n], common[rows, :n] = first - start, first - offset[rows, :n], last - first
+    return in_chunk, in_box, common
 
 
 def _touched(stored: StoredChunks, wants: Sequence[PieceTable]) -> tuple[Ints, Ints, Ints]:

@@ -33,6 +33,11 @@ class Wants:
             table[rank] = number
         return Wants(distinct, table)
 
+    def among(self, ranks: Sequence[int]) -> Wants:
+        """The same for some of the ranks, numbered anew in the order given."""
+        used, table = np.unique(self.table[list(ranks)], return_inverse=True)
+        return Wants([self.tables[i] for i in used.tolist()], table.reshape(-1))
+
 
 def table_digest(table: PieceTable) -> bytes:
     """Equal for equal tables, on every rank and machine."""

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from cloudckpt.errors import FormatError, InvalidStateError
 from cloudckpt.format import values
@@ -49,14 +51,23 @@ class Problems:
     dtypes: dict[str, tuple[str, str]] = field(default_factory=dict)
     kinds: dict[str, tuple[str, str]] = field(default_factory=dict)
 
+    @property
+    def is_readable(self) -> bool:
+        """Whether there is nothing that no option forgives."""
+        return not (self.shapes or self.dtypes or self.kinds)
+
 
 @dataclass(eq=False)
 class Match:
-    """``wants``: (array number, shard to fill). ``asked``: the stored leaves that the target has a place for."""
+    """``wants``: (array number, shard to fill). ``asked``: the stored leaves that the target has a place for.
+
+    ``meshes``: of the DTensors in the target.
+    """
 
     wants: list[tuple[int, LocalShard]] = field(default_factory=list)
     asked: set[TreePath] = field(default_factory=set)
     problems: Problems = field(default_factory=Problems)
+    meshes: set[DeviceMesh] = field(default_factory=set)
     finish: Finish = lambda: None
     has_objects: bool = False
     """Whether ``finish`` calls ``load_state_dict`` of an object, which may fail."""
@@ -117,6 +128,8 @@ class _Matcher:
         shard = tensor_shard(target, text) if isinstance(target, torch.Tensor) else ndarray_shard(target, text)[0]
         kind = "tensor" if isinstance(target, torch.Tensor) else "ndarray"
         self.ask(node, path)
+        if isinstance(target, DTensor):
+            self.match.meshes.add(target.device_mesh)
         if not is_array(node) or node["$"] != kind:
             self.match.problems.kinds[text] = (_describe(node), kind)
             return lambda: target

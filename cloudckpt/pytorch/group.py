@@ -106,17 +106,20 @@ class _Verdict:
 
 
 class Ranks:
-    """A torch.distributed group, with a gloo group of the same ranks where its own backend is another."""
+    """A torch.distributed group, with a gloo group of the same ranks where its own backend is another.
+
+    ``ranks``: their global numbers. ``group()``: the group itself; ``control_group()``: the gloo group.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.cancel = threading.Event()
         self.timeout_s = 600.0
-        ranks = dist.get_process_group_ranks(group)
+        self.ranks = ranks = dist.get_process_group_ranks(group)
         # The caller's group lives as long as the caller wants; one made here lives as long as this.
-        own = None if "gloo" in dist.get_backend(group) else _control_group(ranks)
-        self._group: Callable[[], dist.ProcessGroup | None] = weakref.ref(group) if own is None else lambda: own
+        self._weak_group = weakref.ref(group)
+        self._own_group = None if "cpu" in device_types(group) else _control_group(ranks)
         self._coordinator = ranks[COORDINATOR]
         self._rounds = 0
         prefix = f"cloudckpt/{group.group_name}"
@@ -124,6 +127,15 @@ class Ranks:
         epoch = _get_default_store().add(f"{prefix}/epoch/{self.rank}", 1)
         prefix = f"{prefix}/{epoch}"
         self._store = PrefixStore(prefix, _get_default_store())
+
+    def group(self) -> dist.ProcessGroup:
+        group = self._weak_group()
+        if group is None:
+            raise RuntimeError("the process group was destroyed")
+        return group
+
+    def control_group(self) -> dist.ProcessGroup:
+        return self._own_group or self.group()
 
     def round(self, part: Callable[[], T], combine: Callable[[Sequence[T]], R]) -> R:
         self._rounds += 1
@@ -141,6 +153,32 @@ class Ranks:
             raise outcome.error from (mine.error if isinstance(mine, _Failure) else None)
         return pickle.loads(outcome)  # type: ignore[no-any-return]
 
+    def await_work(self, work: dist.Work, members: Sequence[int]) -> None:
+        """Wait for a collective among some of the ranks. Raises RankError for those that show no sign of life.
+
+        Asks again and again, since the backend's own wait would keep signals from Python.
+        """
+        pause_s, deadline = 0.0002, time.monotonic() + self.timeout_s
+        beats: dict[int, bytes] = {}
+        while not work.is_completed():
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, 0.005)
+            if time.monotonic() >= deadline:
+                now = {r: self._beat(r) for r in members if r != self.rank}
+                late = [r for r, beat in now.items() if beat == beats.get(r, b"")]
+                if late:
+                    raise _rank_error(dict.fromkeys(late, f"no sign of life for {self.timeout_s:g} s"))
+                beats, deadline = now, time.monotonic() + self.timeout_s
+        work.wait()
+
+    def tell_failure(self) -> None:
+        """Within a part: the others shall stop, before this rank's part has ended."""
+        self._store.set(self._key("failed"), "1")
+
+    def scratch_store(self, name: str) -> PrefixStore:
+        """A store of this round's own. All ranks that use it must give the same name, once."""
+        return PrefixStore(self._key(f"scratch/{name}"), self._store)
+
     def _work(self, part: Callable[[], T]) -> bytes | _Failure:
         """The part, pickled here: what cannot be pickled must not break off the exchange."""
         try:
@@ -149,7 +187,7 @@ class Ranks:
             failure = _Failure(error, isinstance(error, InterruptedTransferError))
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # the others must hear of it, whatever it is
             failure = _Failure(_foreign(error), False)
-        self._store.set(self._key("failed"), "1")
+        self.tell_failure()
         return failure
 
     def _exchange(self, mine: bytes | _Failure, combine: Callable[[Sequence[T]], R]) -> bytes | _Failure:
@@ -162,7 +200,7 @@ class Ranks:
         verdict = self._await_verdict()
         self._raise_if_late(verdict)
         if verdict.gathers:
-            dist.gather_object(mine, dst=self._coordinator, group=self._group())
+            dist.gather_object(mine, dst=self._coordinator, group=self.control_group())
         return self._broadcast(None) if verdict.outcome is None else verdict.outcome
 
     def _conclude(
@@ -180,7 +218,7 @@ class Ranks:
         if not all(sent):
             self._announce(_Verdict({}, gathers=True))
             parts: list[Any] = [None] * self.size
-            dist.gather_object(mine, parts, dst=self._coordinator, group=self._group())
+            dist.gather_object(mine, parts, dst=self._coordinator, group=self.control_group())
             return self._broadcast(_combined(parts, combine))
         outcome = _combined([pickle.loads(part) for part in sent], combine)
         is_small = isinstance(outcome, _Failure) or len(outcome) <= inline_bytes
@@ -198,7 +236,7 @@ class Ranks:
 
     def _broadcast(self, outcome: bytes | _Failure | None) -> bytes | _Failure:
         box: list[Any] = [outcome]
-        dist.broadcast_object_list(box, src=self._coordinator, group=self._group())
+        dist.broadcast_object_list(box, src=self._coordinator, group=self.control_group())
         return box[0]  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
@@ -279,6 +317,11 @@ class Ranks:
 
     def _key(self, name: str) -> str:
         return f"{self._rounds}/{name}"
+
+
+def device_types(group: dist.ProcessGroup) -> frozenset[str]:
+    """The types of devices for whose tensors a group has a backend."""
+    return frozenset(device.type for device in group._device_types)
 
 
 def _control_group(ranks: list[int]) -> dist.ProcessGroup:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.place import Bytes, Placement, PlacementSink
 from cloudckpt.plan.reads import Parts
 from cloudckpt.plan.shard import PieceBox, PieceTable
-from cloudckpt.pytorch.memory import array_bytes, opaque_tensor, tensor_elements
+from cloudckpt.pytorch.memory import Elements, array_bytes, opaque_tensor, tensor_elements
 from cloudckpt.pytorch.shards import LocalShard
 
 Want = tuple[int, LocalShard]
@@ -64,7 +65,8 @@ class Field:
     @cached_property
     def _host(self) -> tuple[Bytes, int]:
         """The memory as uint8, and the bytes of an element in its last axis (1: that axis is all of an element)."""
-        elements = self._shard.elements[(*self._box.slices, ...)]  # of a 0-dim array a view, too
+        view: Any = (*self._box.slices, ...)  # with the dots it is a view also of a 0-dim array
+        elements: Elements = self._shard.elements[view]
         itemsize = elements.dtype.itemsize
         if elements.ndim and elements.strides[-1] == itemsize:
             return elements.view("u1"), itemsize
@@ -84,6 +86,22 @@ class Field:
             start.append(0)
             extents.append(memory.shape[-1])
         return Placement.of_rows(memory[tuple(slices)], extents, start)
+
+    def fill(
+        self,
+        payload: torch.Tensor,
+        payload_shape: Sequence[int],
+        in_payload: Sequence[int],
+        in_piece: Sequence[int],
+        shape: Sequence[int],
+    ) -> None:
+        """Set a part from where it lies in a box of stored bytes: uint8, one-dimensional, on any device."""
+        if self.is_direct:
+            data = payload.cpu().numpy()
+            self.placement(payload_shape, in_payload, in_piece, shape).put(data, 0)
+            return
+        box = payload.view(self.stored_dtype).reshape(tuple(payload_shape))
+        self.put(box[tuple(slice(a, a + n) for a, n in zip(in_payload, shape, strict=True))], in_piece, shape)
 
     def put(self, payload: torch.Tensor, in_piece: Sequence[int], shape: Sequence[int]) -> None:
         """Set a part from a tensor of its shape and the stored dtype, on any device."""
@@ -140,11 +158,12 @@ class ChunkPlaces:
             column.tolist() for column in (parts.in_chunk, parts.in_piece, parts.shape)
         )
 
-    def open_sink(self, chunk: int) -> PlacementSink | StagedSink:
+    def open_sink(self, chunk: int, others: Sequence[Placement] = ()) -> PlacementSink | StagedSink:
+        """``others``: further places that parts of the chunk go to."""
         array, number = self._manifest.locate(chunk)
         stored_shape = self._manifest.grids[array].stored_shape(number)
         n = len(stored_shape)
-        placements: list[Placement] = []
+        placements = list(others)
         staged: list[_Staged] = []
         for row in self._rows.get(chunk, ()):
             field = self._fields[self._piece[row]]

@@ -33,6 +33,9 @@ class Sink(Protocol):
 OpenSink = Callable[[int], Sink]
 """The sink of a row of the chunk table."""
 
+Admit = Callable[[RangeRead, threading.Event], None]
+"""Waits until a read may begin; raises InterruptedTransferError once the event is set."""
+
 
 def download(
     store: Store,
@@ -43,8 +46,9 @@ def download(
     config: Config,
     cancel: threading.Event,
     advance: Advance,
+    admit: Admit | None = None,
 ) -> None:
-    """Fetch every read. Raises CorruptChunkError for the first chunk that is not what was written.
+    """Fetch every read, begun in the order given. Raises CorruptChunkError for the first chunk that is wrong.
 
     What a sink got before an error stays where it was put.
     """
@@ -52,6 +56,8 @@ def download(
     stop = threading.Event()
 
     def fetch(read: RangeRead) -> None:
+        if admit is not None:
+            admit(read, stop)
         held = budget.acquire(store.buffered_bytes(read.nbytes) + _decode_bytes(manifest, read))
         try:
             for chunk in _fetch(store, manifest, read, open_sink, stop):

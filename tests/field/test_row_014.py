@@ -75,7 +75,7 @@ def test_plans_for_many_ranks(extent: int, num_ranks: int):
     written = [sum(grid.box(int(c)).num_elements for c in plan.chunks_of(rank)) for rank in range(num_ranks)]
     assert written == sizes
     columns = torch.arange(grid.num_chunks).numpy()
-    stored = StoredChunks(plan.grids, plan.first_chunks, columns * 0, columns * 68, columns * 0 + 68)
+    stored = StoredChunks(plan.grids, plan.first_chunks, columns * 0, columns * 68, columns * 0 + 68, [4])
     loads = plan_load(stored, tables, read_bytes=2**20)
     for rank in range(num_ranks):
         assert loads.rank(rank).parts.chunk.tolist() == plan.chunks_of(rank).tolist()

@@ -63,7 +63,7 @@ def load_plan(spec: TensorSpec, plan: SavePlan, wants: Sequence[PieceTable]) -> 
     order = np.argsort(plan.owner, kind="stable")
     offsets = np.zeros(len(sizes), dtype=np.int64)
     offsets[order] = np.cumsum(sizes[order]) - sizes[order]
-    stored = StoredChunks(plan.grids, plan.first_chunks, plan.owner.astype(np.int64), offsets, sizes)
+    stored = StoredChunks(plan.grids, plan.first_chunks, plan.owner.astype(np.int64), offsets, sizes, [spec.itemsize])
     return plan_load(stored, wants, read_bytes=16 * MIB)
 
 

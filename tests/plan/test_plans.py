@@ -70,7 +70,9 @@ def stored(plan: SavePlan) -> StoredChunks:
         mine = plan.chunks_of(int(rank))
         ends = np.cumsum(nbytes[mine] + 100)
         offset[mine] = ends - nbytes[mine]
-    return StoredChunks(plan.grids, plan.first_chunks, plan.owner.astype(np.int64), offset, nbytes)
+    return StoredChunks(
+        plan.grids, plan.first_chunks, plan.owner.astype(np.int64), offset, nbytes, [4] * len(plan.grids)
+    )
 
 
 @settings(max_examples=150)

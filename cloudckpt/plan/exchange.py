@@ -1,0 +1,277 @@
+"""A load that reads every stored byte once: who reads which chunk, when, and what it passes on to whom.
+
+Pure: the manifest's chunks and all ranks' wants in, numpy columns out, the same on every rank. Ranks
+are numbered within the scope of the exchange (the job, or one node). The reads of all ranks go
+through rounds in step; what a round has read travels while the next one is being read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cloudckpt.config import MIB
+from cloudckpt.format.grid import Ints
+from cloudckpt.plan.overlap import chunk_bounds, group_rows, overlaps
+from cloudckpt.plan.reads import StoredChunks
+from cloudckpt.plan.shard import PieceTable, padded_bounds
+from cloudckpt.plan.share import Sets, choose_owners, group_into_sets
+from cloudckpt.plan.wants import Wants
+
+Mode = Literal["auto", "broadcast", "alltoall"]
+
+ROUND_BYTES = 32 * MIB
+"""What a rank reads per round, at most: small enough to overlap with passing on, large enough for full requests."""
+
+ALIGNMENT = 16
+"""Every part in a buffer starts at a multiple of this, so that it can be seen as elements of any dtype."""
+
+BROADCAST_MIN_RANKS = 3
+BROADCAST_MIN_USE = 0.75
+"""A chunk is broadcast if so many ranks want, on average, so much of it; else its parts are sent one by one."""
+
+MAX_GROUPS = 8
+"""Process groups that a rank may have to make and join for broadcasts. Each holds connections."""
+
+
+@dataclass(frozen=True, eq=False)
+class Overlaps:
+    """What tables and chunks have in common; by chunk, then table, then piece. ``nbytes``: of the common part."""
+
+    table: Ints
+    piece: Ints
+    chunk: Ints
+    nbytes: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangePlan:
+    """``chunk``: the rows of the chunk table that anybody wants, ascending; the columns beside it are about these.
+
+    ``group``: the number in ``groups`` of the ranks that the chunk is broadcast to, -1 where its parts are
+    sent one by one (or nobody else wants it). ``buffer_bytes``: the most that any rank holds at a time.
+    """
+
+    stored: StoredChunks
+    wants: Wants
+    overlaps: Overlaps
+    chunk: Ints
+    reader: Ints
+    round: Ints
+    shared: npt.NDArray[np.bool_]
+    group: Ints
+    groups: tuple[tuple[int, ...], ...]
+    num_rounds: int
+    bytes_needed: int
+    bytes_sent: int
+    buffer_bytes: int
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.wants.table)
+
+    @property
+    def kind(self) -> str:
+        """For people: how chunks are passed on."""
+        kinds = []
+        if (self.group >= 0).any():
+            kinds.append("broadcast")
+        if (self.shared & (self.group < 0)).any():
+            kinds.append("alltoall")
+        return "+".join(kinds) or "none"
+
+    @property
+    def has_parts(self) -> npt.NDArray[np.bool_]:
+        """Of every round: whether any rank sends parts one by one, so that all take part."""
+        found = np.zeros(self.num_rounds, dtype=bool)
+        found[self.round[self.shared & (self.group < 0)]] = True
+        return found
+
+
+def plan_exchange(
+    stored: StoredChunks,
+    wants: Wants,
+    *,
+    mode: Mode = "auto",
+    buffer_bytes: int,
+    free_groups: Collection[tuple[int, ...]] = (),
+    max_groups: int = MAX_GROUPS,
+) -> ExchangePlan:
+    """``buffer_bytes``: host memory for parts under way, per rank. ``free_groups``: ranks that have a group already."""
+    found = wanted_overlaps(stored, wants.tables)
+    num_holders = np.bincount(wants.table, minlength=len(wants.tables))
+    pair_chunk, pair_table, pair_bytes = _pairs(found)
+    chunk, first, num_pairs = _runs(pair_chunk)
+    num_ranks = np.add.reduceat(num_holders[pair_table], first) if len(chunk) else chunk
+    sets = group_into_sets(pair_table, first, num_pairs, wants.table)
+    nbytes = stored.nbytes[chunk]
+    order = np.lexsort([stored.byte_offset[chunk], stored.object[chunk]])
+    reader = choose_owners(nbytes, sets, order, num_ranks=len(wants.table))
+    used = np.add.reduceat(pair_bytes * num_holders[pair_table], first) if len(chunk) else chunk
+    decoded = decoded_bytes(stored, chunk)
+    shared = num_ranks > 1
+    group, groups = _broadcasts(sets, shared, decoded, used, mode, free_groups, max_groups)
+    sent = np.where(group >= 0, decoded, used) * shared
+    received = np.where((group >= 0)[np.repeat(np.arange(len(chunk)), num_pairs)], 0, pair_bytes)
+    received += np.repeat(np.where(group >= 0, decoded, 0), num_pairs)
+    received *= np.repeat(shared, num_pairs)
+    rounds = _Rounds(nbytes, reader, order, sent, received, pair_table, num_pairs)
+    number, peak = rounds.fit(buffer_bytes) if shared.any() else (np.zeros_like(chunk), 0)
+    others = np.where(group >= 0, decoded * (num_ranks - 1), used - _own_bytes(found, wants, chunk, reader))
+    return ExchangePlan(
+        stored=stored,
+        wants=wants,
+        overlaps=found,
+        chunk=chunk,
+        reader=reader,
+        round=number,
+        shared=shared,
+        group=group,
+        groups=groups,
+        num_rounds=int(number[shared].max()) + 1 if shared.any() else 0,
+        bytes_needed=int(nbytes.sum()),
+        bytes_sent=int(others[shared].sum()),
+        buffer_bytes=peak,
+    )
+
+
+def wanted_overlaps(stored: StoredChunks, tables: Sequence[PieceTable]) -> Overlaps:
+    """Every overlap of a wanted piece with a chunk."""
+    dims = max((t.offset.shape[1] for t in tables), default=0)
+    table = np.repeat(np.arange(len(tables), dtype=np.int64), [len(t) for t in tables])
+    piece = np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(len(t), dtype=np.int64) for t in tables)])
+    tensor = np.concatenate([np.zeros(0, dtype=np.int64), *(t.tensor for t in tables)])
+    bounds = np.concatenate([np.zeros((0, 2 * dims), dtype=np.int64), *(padded_bounds(t, dims) for t in tables)])
+    columns: list[tuple[Ints, ...]] = [(np.zeros(0, dtype=np.int64),) * 4]
+    for number, rows in zip(*group_rows(tensor), strict=True):
+        grid = stored.grids[number]
+        n = len(grid.shape)
+        offset, shape = bounds[rows, :n], bounds[rows, dims : dims + n]
+        box, chunk = overlaps(grid, offset, shape)
+        order = np.argsort(chunk, kind="stable")  # rows are by table and piece already
+        box, chunk = box[order], chunk[order]
+        start, end = chunk_bounds(grid, chunk)
+        common = np.minimum(end, (offset + shape)[box]) - np.maximum(start, offset[box])
+        held = rows[box]
+        size = common.prod(axis=1) * stored.itemsizes[number]
+        columns.append((table[held], piece[held], chunk + stored.first_chunks[number], size))
+    return Overlaps(*(np.concatenate(parts) for parts in zip(*columns, strict=True)))
+
+
+def decoded_bytes(stored: StoredChunks, chunk: Ints) -> Ints:
+    """Of whole chunks, without padding."""
+    out = np.zeros(len(chunk), dtype=np.int64)
+    # Arrays without chunks share their first chunk with the next: "right" skips them.
+    array = np.searchsorted(stored.first_chunks, chunk, side="right") - 1
+    for number, rows in zip(*group_rows(array), strict=True):
+        start, end = chunk_bounds(stored.grids[number], chunk[rows] - stored.first_chunks[number])
+        out[rows] = (end - start).prod(axis=1) * stored.itemsizes[number]
+    return out
+
+
+def _runs(values: Ints) -> tuple[Ints, Ints, Ints]:
+    """Distinct values of a sorted column, the first row of each, and its number of rows."""
+    new = np.ones(len(values), dtype=bool)
+    new[1:] = values[1:] != values[:-1]
+    first = np.nonzero(new)[0]
+    return values[first], first, np.diff(np.append(first, len(values)))
+
+
+def _pairs(found: Overlaps) -> tuple[Ints, Ints, Ints]:
+    """``(chunk, table, bytes)``: every table that wants something of a chunk, once."""
+    new = np.ones(len(found.chunk), dtype=bool)
+    new[1:] = (found.chunk[1:] != found.chunk[:-1]) | (found.table[1:] != found.table[:-1])
+    first = np.nonzero(new)[0]
+    nbytes = np.add.reduceat(found.nbytes, first) if len(first) else found.nbytes
+    return found.chunk[first], found.table[first], nbytes
+
+
+def _own_bytes(found: Overlaps, wants: Wants, chunk: Ints, reader: Ints) -> Ints:
+    """What the reader of every chunk wants of it itself."""
+    row = np.searchsorted(chunk, found.chunk)
+    own = wants.table[reader[row]] == found.table
+    return np.bincount(row[own], weights=found.nbytes[own], minlength=len(chunk)).astype(np.int64)
+
+
+def _broadcasts(
+    sets: Sets,
+    shared: npt.NDArray[np.bool_],
+    decoded: Ints,
+    used: Ints,
+    mode: Mode,
+    free_groups: Collection[tuple[int, ...]],
+    max_groups: int,
+) -> tuple[Ints, tuple[tuple[int, ...], ...]]:
+    """The group of every chunk, and the groups: sets of ranks for which a broadcast is worth it, largest first."""
+    group = np.full(len(decoded), -1, dtype=np.int64)
+    if mode == "alltoall" or not shared.any():
+        return group, ()
+    sizes = np.array([len(ranks) for ranks in sets.ranks], dtype=np.int64)
+    total = np.bincount(sets.number, weights=decoded, minlength=len(sizes))
+    use = np.bincount(sets.number, weights=used, minlength=len(sizes)) / np.maximum(total * sizes, 1)
+    worth = sizes > 1 if mode == "broadcast" else (sizes >= BROADCAST_MIN_RANKS) & (use >= BROADCAST_MIN_USE)
+    saved = total * (sizes - 1)
+    joined: dict[int, int] = {}
+    chosen: dict[tuple[int, ...], int] = {}
+    numbers = np.full(len(sizes), -1, dtype=np.int64)
+    for number in sorted(np.nonzero(worth)[0].tolist(), key=lambda s: (-saved[s], sets.ranks[s].tolist())):
+        ranks = tuple(sets.ranks[number].tolist())
+        if ranks not in free_groups:
+            if max(joined.get(rank, 0) for rank in ranks) >= max_groups:
+                continue
+            for rank in ranks:
+                joined[rank] = joined.get(rank, 0) + 1
+        numbers[number] = chosen.setdefault(ranks, len(chosen))
+    group = np.where(shared, numbers[sets.number], -1)
+    return group, tuple(chosen)
+
+
+class _Rounds:
+    """Cuts every reader's sequence of chunks into rounds, so that nobody holds more than fits.
+
+    ``sent``: bytes that a chunk takes in its reader's buffers. ``received``: by pair, what a chunk takes in
+    the buffers of each rank of the pair's table.
+    """
+
+    def __init__(
+        self, nbytes: Ints, reader: Ints, order: Ints, sent: Ints, received: Ints, table: Ints, num_pairs: Ints
+    ) -> None:
+        by_reader = order[np.argsort(reader[order], kind="stable")]
+        start = np.cumsum(nbytes[by_reader]) - nbytes[by_reader]
+        first = np.searchsorted(reader[by_reader], reader[by_reader])
+        self._start = np.empty_like(nbytes)
+        self._start[by_reader] = start - start[first]
+        self._reader, self._sent, self._received, self._table = reader, sent, received, table
+        self._chunk_of_pair = np.repeat(np.arange(len(nbytes)), num_pairs)
+        self._largest = int(nbytes.max(initial=1))
+
+    def fit(self, buffer_bytes: int) -> tuple[Ints, int]:
+        """The round of every chunk, and the bytes of buffers that the fullest rank then holds."""
+        quota, phases = max(ROUND_BYTES, self._largest), 1
+        while True:
+            number = self._start // quota * phases + self._reader % phases
+            peak = self._peak(number)
+            if peak <= buffer_bytes:
+                return number, peak
+            if quota > self._largest:
+                quota = max(self._largest, min(quota // 2, int(quota * buffer_bytes / peak)))
+            elif phases < int(self._reader.max()) + 1:
+                # One chunk a reader is still too much for those who receive from many: readers take turns.
+                phases = min(int(self._reader.max()) + 1, max(phases + 1, -(-phases * peak // buffer_bytes)))
+            else:
+                return number, peak
+
+    def _peak(self, number: Ints) -> int:
+        """Two rounds of sends (one under way, one being read), and one of receipts."""
+        sends = _sums(self._reader, number, self._sent)
+        receipts = _sums(self._table, number[self._chunk_of_pair], self._received)
+        return 2 * int(sends.max(initial=0)) + int(receipts.max(initial=0))
+
+
+def _sums(who: Ints, number: Ints, nbytes: Ints) -> npt.NDArray[np.float64]:
+    width = int(number.max(initial=0)) + 1
+    return np.bincount(who * width + number, weights=nbytes).astype(np.float64)

@@ -1,0 +1,125 @@
+"""The process groups over which the ranks of a load pass chunks on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from cloudckpt.pytorch.group import Ranks, device_types
+
+RankSet: TypeAlias = tuple[int, ...]
+"""Ascending ranks, numbered within the group of the load."""
+
+NamedSet: TypeAlias = tuple[RankSet, str]
+"""...and the name of a group of them, of which there may be several."""
+
+
+def offered_groups(
+    meshes: Iterable[DeviceMesh], given: Mapping[RankSet, dist.ProcessGroup] | None, ranks: Sequence[int]
+) -> dict[NamedSet, dist.ProcessGroup]:
+    """Groups that exist already, the caller's (by global ranks) and those of the targets' meshes, by ranks and name.
+
+    ``ranks``: the global ranks of the load's group. Groups with other ranks, or in another order, are left out.
+    """
+    groups: list[dist.ProcessGroup] = list((given or {}).values())
+    for mesh in meshes:
+        if mesh.get_coordinate() is not None:
+            groups.extend(mesh.get_group(axis) for axis in range(mesh.ndim))
+    number = {rank: i for i, rank in enumerate(ranks)}
+    offered: dict[NamedSet, dist.ProcessGroup] = {}
+    for group in groups:
+        members = dist.get_process_group_ranks(group)
+        if all(rank in number for rank in members):
+            own = tuple(number[rank] for rank in members)
+            if len(own) > 1 and list(own) == sorted(own):
+                offered[own, group.group_name] = group
+    return offered
+
+
+class Link:
+    """A process group, or a bare backend, of some of the ranks. Ranks are numbered by their place in ``members``."""
+
+    def __init__(self, ranks: Ranks, members: RankSet, group: Any) -> None:
+        self._ranks = ranks
+        self._group = group
+        self.members = members
+
+    def all_to_all(self, out: torch.Tensor, data: torch.Tensor, out_splits: list[int], splits: list[int]) -> dist.Work:
+        """Begin it; ``splits`` count elements, by rank."""
+        return self._group.alltoall_base(out, data, out_splits, splits, dist.AllToAllOptions())  # type: ignore[no-any-return]
+
+    def broadcast(self, data: torch.Tensor, root: int) -> dist.Work:
+        """Begin it."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        return self._group.broadcast([data], options)  # type: ignore[no-any-return]
+
+    def finish(self, work: dist.Work) -> None:
+        self._ranks.await_work(work, self.members)
+
+    def agree(self, is_well: bool) -> bool:
+        """Whether all are well. Only for a link of hosts."""
+        if not is_well:
+            self._ranks.tell_failure()
+        ill = torch.tensor([0 if is_well else 1], dtype=torch.int32)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]  # the stubs take the enum for another type
+        self.finish(self._group.allreduce([ill], options))
+        return not ill.item()
+
+
+class Links:
+    """Links for sets of ranks, over groups that exist or, for tensors on the host, over ones made for this load.
+
+    On devices none are made: a communicator takes device memory and long to set up. All members of a set must
+    ask for its link, and all ranks in one order. ``existing``: serve tensors on ``device_type``.
+    """
+
+    def __init__(self, ranks: Ranks, device_type: str, existing: Mapping[RankSet, dist.ProcessGroup]) -> None:
+        self.ranks = ranks
+        self.device_type = device_type
+        self._existing = existing
+        self._made: dict[RankSet, Link] = {}
+
+    def link(self, members: RankSet) -> Link:
+        """For tensors on ``device_type``. Collective over the members."""
+        if members in self._existing:
+            return Link(self.ranks, members, self._existing[members])
+        assert self.device_type == "cpu", "the plan uses only groups that exist on a device"
+        return self.control_link(members)
+
+    def control_link(self, members: RankSet) -> Link:
+        """For tensors on the host. Collective over the members."""
+        if len(members) == self.ranks.size:
+            return Link(self.ranks, members, self.ranks.control_group())
+        group = self._existing.get(members)
+        if group is not None and "cpu" in device_types(group):
+            return Link(self.ranks, members, group)
+        if members not in self._made:
+            self._made[members] = Link(self.ranks, members, self._make(members))
+        return self._made[members]
+
+    def _make(self, members: RankSet) -> Any:
+        """A bare gloo backend, which ends with its last reference.
+
+        Not ``new_group``: without all ranks of the job it names a group after its ranks, and one that is made
+        again after it was destroyed finds the addresses of the old one and waits for ever (torch 2.13).
+        """
+        store = self.ranks.scratch_store(",".join(map(str, members)))
+        timeout = timedelta(seconds=self.ranks.timeout_s)
+        return dist.ProcessGroupGloo(store, members.index(self.ranks.rank), len(members), timeout)
+
+
+def host_buffer(nbytes: int, device_type: str) -> torch.Tensor:
+    """uint8 memory from which a device copies fast, where it has such memory."""
+    if device_type != "cpu":
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:  # a device without pinned memory says it only when asked
+            pass
+    return torch.empty(nbytes, dtype=torch.uint8)

@@ -1,0 +1,121 @@
+"""What a rank must tell the others so that each stored byte is read once, and the plan that all make of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch.distributed as dist
+
+from cloudckpt.format.manifest import Manifest
+from cloudckpt.plan.exchange import MAX_GROUPS, ExchangePlan, plan_exchange
+from cloudckpt.plan.reads import RankReads, StoredChunks, plan_load
+from cloudckpt.plan.wants import Wants, decode_table, encode_table, table_digest
+from cloudckpt.pytorch.fill import Match
+from cloudckpt.pytorch.group import Group, Ranks, device_types
+from cloudckpt.pytorch.links import Links, NamedSet, RankSet, offered_groups
+from cloudckpt.pytorch.targets import Targets
+from cloudckpt.pytorch.wishes import Agreement, Sharing
+
+ExchangeMode = Literal["auto", "none", "broadcast", "alltoall"]
+Scope = Literal["world", "node"]
+Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """One rank's side of a load: what it fills, and what it would read by itself."""
+
+    targets: Targets
+    stored: StoredChunks
+    alone: RankReads
+    offered: Mapping[NamedSet, dist.ProcessGroup]
+
+
+def prepare(manifest: Manifest, match: Match, ranks: Group, groups: Groups | None, *, read_bytes: int) -> Prepared:
+    """``match`` must be without problems of shape, dtype or kind."""
+    targets, stored = Targets(match.wants), StoredChunks.of(manifest)
+    alone = plan_load(stored, [targets.table], read_bytes=read_bytes).rank(0)
+    offered = offered_groups(match.meshes, groups, ranks.ranks) if isinstance(ranks, Ranks) else {}
+    return Prepared(targets, stored, alone, offered)
+
+
+def describe(prepared: Prepared, manifest: Manifest, ranks: Ranks) -> Sharing:
+    """What the others must know of this rank."""
+    owner = np.array([entry.rank for entry in manifest.objects], dtype=np.int64)
+    written = np.nonzero(owner[manifest.columns.object] == ranks.rank)[0] if len(owner) else owner
+    is_own = np.array_equal(written, np.unique(prepared.alone.parts.chunk))
+    nbytes: dict[str, int] = {}
+    for field in prepared.targets.fields:
+        nbytes[field.device.type] = nbytes.get(field.device.type, 0) + field.nbytes
+    return Sharing(
+        digest=table_digest(prepared.targets.table),
+        is_own=is_own and ranks.size == manifest.document.world_size,
+        node=node_name(),
+        device=max(nbytes, key=nbytes.__getitem__, default=None),
+        serves=device_types(ranks.group()),
+        groups=frozenset(prepared.offered),
+    )
+
+
+def node_name() -> str:
+    """Equal for ranks of one node: what torchrun or Slurm says, else the name of the machine."""
+    for name in ("GROUP_RANK", "SLURM_NODEID"):
+        if name in os.environ:
+            return f"{name}={os.environ[name]}"
+    return socket.gethostname()
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """A plan with something to pass on, for the ranks of ``members``."""
+
+    plan: ExchangePlan
+    members: RankSet
+    links: Links
+
+
+def share(
+    ranks: Ranks, prepared: Prepared, agreement: Agreement, mode: ExchangeMode, scope: Scope, *, buffer_bytes: int
+) -> Shared | None:
+    """Collective: tells every distinct table of wants once, and plans. None where no chunk is wanted twice."""
+    assert mode != "none"
+    told = ranks.round(
+        lambda: encode_table(prepared.targets.table) if ranks.rank in agreement.tellers else None,
+        lambda parts: [part for part in parts if part is not None],
+    )
+    wants = Wants([decode_table(data) for data in told], np.array(agreement.table, dtype=np.int64))
+    node = agreement.nodes[ranks.rank]
+    members = tuple(rank for rank in range(ranks.size) if scope == "world" or agreement.nodes[rank] == node)
+    device = agreement.device
+    existing: dict[RankSet, dist.ProcessGroup] = {}
+    for own, name in sorted(agreement.groups & prepared.offered.keys()):  # the first name counts, on every rank
+        if device in device_types(prepared.offered[own, name]):
+            existing.setdefault(own, prepared.offered[own, name])
+    everybody = tuple(range(ranks.size))
+    if device in device_types(ranks.group()):
+        existing[everybody] = ranks.group()
+    if device != "cpu" and members not in existing:
+        device, existing = "cpu", {}  # a node without a group of its own on the device
+    # In numbers of the scope, which the plan uses. The same on all ranks, whether or not they are in a group.
+    number = {rank: i for i, rank in enumerate(members)}
+    free = {
+        tuple(number[r] for r in own)
+        for own in [*(own for own, _ in agreement.groups), everybody]
+        if set(own) <= set(members)
+    }
+    plan = plan_exchange(
+        prepared.stored,
+        wants.among(members),
+        mode=mode,
+        buffer_bytes=buffer_bytes,
+        free_groups=free,
+        max_groups=MAX_GROUPS if device == "cpu" else 0,
+    )
+    if not plan.num_rounds:
+        return None
+    return Shared(plan, members, Links(ranks, device, existing))
