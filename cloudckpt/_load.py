@@ -17,7 +17,9 @@ from cloudckpt.errors import InvalidStateError, MismatchError
 from cloudckpt.format.manifest import Manifest, decode_manifest
 from cloudckpt.format.tree import TreePath, leaves, path_text
 from cloudckpt.plan.reads import StoredChunks, plan_load
+from cloudckpt.plan.rules import ShardingRules, check_all_matched
 from cloudckpt.progress import Progress, start_progress
+from cloudckpt.pytorch.describe import Describer
 from cloudckpt.pytorch.fill import Match, Problems, check_root, match_state
 from cloudckpt.pytorch.group import Group, make_group
 from cloudckpt.pytorch.targets import ChunkPlaces, Targets
@@ -55,8 +57,9 @@ class _Wish:
 
     asked: bytes
     problems: Problems
-    arguments: tuple[str, bool]
+    arguments: tuple[str, bool, str | None]
     has_objects: bool
+    matched: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def load(
     strict: bool = True,
     cast: bool = False,
     exchange: Literal["auto", "none"] = "auto",
-    rules: None = None,
+    rules: ShardingRules | None = None,
     rename: None = None,
     storage_options: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -97,9 +100,9 @@ def load(
 
     Tensors and arrays are filled where they are; plain values are replaced in their containers;
     objects get ``load_state_dict``. The layout of the targets need not be that of the job that
-    saved. Everything is compared before anything is changed: MismatchError lists all differences
-    over all ranks. ``strict=False`` forgives missing and unexpected keys, nothing else. Nothing is
-    resized, broadcast or cast.
+    saved; ``rules`` say which part of the whole plain targets are. Everything is compared before
+    anything is changed: MismatchError lists all differences over all ranks. ``strict=False`` forgives
+    missing and unexpected keys, nothing else. Nothing is resized, broadcast or cast.
 
     Every chunk that is read is verified. If reading fails half-way (StoreError, CorruptChunkError,
     RankError), tensors may have been filled in part, plain values not at all: do not train on it.
@@ -109,9 +112,11 @@ def load(
     seconds: dict[str, float] = {}
     start = time.perf_counter()
     opened: list[Store] = []
+    describers: list[Describer] = []
 
     def begin() -> None:
-        _check_options(cast, exchange, rules, rename)
+        _check_options(cast, exchange, rename)
+        describers.append(Describer(rules, ranks.rank, ranks.size))
         check_root(state)
         opened.append(resolve(url, storage_options, config))
 
@@ -124,12 +129,22 @@ def load(
         matches: list[Match] = []
 
         def compare() -> _Wish:
-            match = match_state(state, manifest, rank=ranks.rank, world_size=ranks.size, allow_pickle=allow_pickle)
+            describer = describers[0]
+            match = match_state(
+                state,
+                manifest,
+                rank=ranks.rank,
+                world_size=ranks.size,
+                allow_pickle=allow_pickle,
+                describer=describer,
+            )
             matches.append(match)
             asked = np.array([path in match.asked for path in stored], dtype=bool)
-            return _Wish(np.packbits(asked).tobytes(), match.problems, (os.fspath(url), strict), match.has_objects)
+            arguments = (os.fspath(url), strict, None if rules is None else rules.digest)
+            bits, matched = np.packbits(asked).tobytes(), tuple(sorted(describer.matched))
+            return _Wish(bits, match.problems, arguments, match.has_objects, matched)
 
-        verdict = ranks.round(compare, lambda wishes: _judge(wishes, stored, store.url, strict))
+        verdict = ranks.round(compare, lambda wishes: _judge(wishes, stored, store.url, strict, rules))
         report = _read(ranks, store, manifest, matches[0], progress, config, seconds)
 
         report = replace(report, missing=verdict.missing, unexpected=verdict.unexpected)
@@ -146,22 +161,25 @@ def load(
             store.close()
 
 
-def _check_options(cast: bool, exchange: str, rules: object, rename: object) -> None:
+def _check_options(cast: bool, exchange: str, rename: object) -> None:
     if cast:
         raise InvalidStateError("cast=True is not supported by this version: load into the stored dtype and convert")
     if exchange not in ("auto", "none"):
         raise InvalidStateError(f"exchange must be 'auto' or 'none' in this version, not {exchange!r}")
-    if rules is not None or rename is not None:
-        raise InvalidStateError("rules and rename are not supported by this version")
+    if rename is not None:
+        raise InvalidStateError("rename is not supported by this version")
 
 
-def _judge(wishes: Sequence[_Wish], stored: list[TreePath], where: str, strict: bool) -> _Verdict:
+def _judge(
+    wishes: Sequence[_Wish], stored: list[TreePath], where: str, strict: bool, rules: ShardingRules | None
+) -> _Verdict:
     """On the coordinator: all ranks' differences at once."""
     for rank, wish in enumerate(wishes):
         if wish.arguments != wishes[0].arguments:
             raise InvalidStateError(
                 f"load() was called with {wishes[0].arguments} on rank 0 but {wish.arguments} on rank {rank}"
             )
+    check_all_matched(rules, [wish.matched for wish in wishes], map(path_text, stored))
     asked = np.zeros(len(stored), dtype=bool)
     problems = Problems()
     for wish in wishes:

@@ -1,4 +1,4 @@
-"""Which chunks of a grid lie in which boxes; all of it in numpy, since there may be millions."""
+"""Which boxes meet, and which chunks of a grid lie in which boxes; all of it in numpy, since there may be millions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cloudckpt.format.box import Box
 from cloudckpt.format.grid import Grid, Ints
 
 
@@ -46,3 +47,38 @@ def group_rows(values: Ints) -> tuple[Ints, Sequence[Ints]]:
     distinct, starts = np.unique(values[order], return_index=True)
     # Split always returns a part, also of nothing.
     return distinct, np.split(order, starts[1:]) if len(order) else []
+
+
+def first_overlap(offset: Ints, shape: Ints) -> tuple[int, int] | None:
+    """Numbers of two boxes that have an element in common, or None. ``offset``, ``shape``: int64[k, dims], none empty.
+
+    A sweep along the dim in which the boxes begin at the most places, so that few are open at a time.
+    """
+    if len(offset) < 2:
+        return None
+    if offset.shape[1] == 0:
+        return 0, 1
+    end = offset + shape
+    sweep = max(range(offset.shape[1]), key=lambda d: len(np.unique(offset[:, d])))
+    order = np.argsort(offset[:, sweep], kind="stable")
+    running = np.zeros(0, dtype=np.int64)
+    for number in order.tolist():
+        running = running[end[running, sweep] > offset[number, sweep]]
+        meets = ((offset[running] < end[number]) & (offset[number] < end[running])).all(axis=1)
+        if meets.any():
+            other = int(running[np.argmax(meets)])
+            return min(other, number), max(other, number)
+        running = np.append(running, number)
+    return None
+
+
+def uncovered(extents: Sequence[int], offset: Ints, shape: Ints) -> list[Box]:
+    """Boxes of all elements of a tensor that are in none of the given boxes, none of which is empty."""
+    edges = [
+        np.unique(np.concatenate([np.array([0, n], dtype=np.int64), offset[:, d], offset[:, d] + shape[:, d]]))
+        for d, n in enumerate(extents)
+    ]
+    grid = Grid.from_edges(extents, edges)
+    covered = np.zeros(grid.num_chunks, dtype=bool)
+    covered[overlaps(grid, offset, shape)[1]] = True
+    return [grid.box(cell) for cell in np.nonzero(~covered)[0].tolist()]
