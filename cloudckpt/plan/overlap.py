@@ -9,6 +9,9 @@ import numpy as np
 from cloudckpt.format.box import Box
 from cloudckpt.format.grid import Grid, Ints
 
+FEW = 6
+"""So many boxes are compared each with each sooner than numpy is called."""
+
 
 def overlaps(grid: Grid, offset: Ints, shape: Ints) -> tuple[Ints, Ints]:
     """``(box number, chunk number)`` of every pair that has an element in common.
@@ -49,20 +52,20 @@ def group_rows(values: Ints) -> tuple[Ints, Sequence[Ints]]:
     return distinct, np.split(order, starts[1:]) if len(order) else []
 
 
-def first_overlap(offset: Ints, shape: Ints) -> tuple[int, int] | None:
-    """Numbers of two boxes that have an element in common, or None. ``offset``, ``shape``: int64[k, dims], none empty.
-
-    A sweep along the dim in which the boxes begin at the most places, so that few are open at a time.
-    """
-    if len(offset) < 2:
-        return None
-    if offset.shape[1] == 0:
+def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """Numbers of two boxes that have an element in common, or None. No box may be empty."""
+    if len(boxes) <= FEW:
+        pairs = ((i, j) for j in range(len(boxes)) for i in range(j))
+        return next((pair for pair in pairs if boxes[pair[0]].intersect(boxes[pair[1]]) is not None), None)
+    dims = len(boxes[0].offset)
+    if dims == 0:
         return 0, 1
-    end = offset + shape
-    sweep = max(range(offset.shape[1]), key=lambda d: len(np.unique(offset[:, d])))
-    order = np.argsort(offset[:, sweep], kind="stable")
+    offset = np.array([box.offset for box in boxes], dtype=np.int64)
+    end = offset + np.array([box.shape for box in boxes], dtype=np.int64)
+    # A sweep along the dim in which the boxes begin at the most places, so that few are open at a time.
+    sweep = max(range(dims), key=lambda d: len(np.unique(offset[:, d])))
     running = np.zeros(0, dtype=np.int64)
-    for number in order.tolist():
+    for number in np.argsort(offset[:, sweep], kind="stable").tolist():
         running = running[end[running, sweep] > offset[number, sweep]]
         meets = ((offset[running] < end[number]) & (offset[number] < end[running])).all(axis=1)
         if meets.any():

@@ -100,6 +100,7 @@ class ShardingRules:
             raise InvalidStateError(f"parallel must be a ParallelConfig, not {type(parallel).__name__}")
         self.rules = tuple(_rule(given) for given in rules)
         self.parallel = parallel
+        self._matches: dict[str, tuple[int, ...]] = {}
         self._layouts: dict[tuple[Rule, int], Layout] = {}
 
     def __repr__(self) -> str:
@@ -127,7 +128,11 @@ class ShardingRules:
 
     def match(self, path: str) -> tuple[int, ...]:
         """The numbers of all rules for a dotted path."""
-        return tuple(number for number, rule in enumerate(self.rules) if rule.regex.match(path))
+        found = self._matches.get(path)
+        if found is None:  # every save of a run asks for the same paths
+            found = tuple(number for number, rule in enumerate(self.rules) if rule.regex.match(path))
+            self._matches[path] = found
+        return found
 
     def layout(self, path: str, num_dims: int) -> Layout | None:
         """The layout of a tensor; None without a rule. InvalidStateError where rules do not fit it, or each other."""

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cloudckpt.errors import InvalidStateError
+from cloudckpt.format.box import Box
 from cloudckpt.plan.overlap import first_overlap, uncovered
 from cloudckpt.plan.shard import PieceBox
 from cloudckpt.pytorch.shards import LocalShard, dtype_name, plain_tensor
@@ -139,23 +140,23 @@ def _piece(given: Any, local: tuple[int, ...], shape: tuple[int, ...], where: st
 
 
 def _check_apart(pieces: Sequence[PieceBox], text: str) -> None:
-    filled = [(number, piece) for number, piece in enumerate(pieces) if piece.box.num_elements]
-    if len(filled) < 2:
+    numbers = [number for number, piece in enumerate(pieces) if 0 not in piece.shape]
+    if len(numbers) < 2:
         return
-    extents = np.array([piece.shape for _, piece in filled], dtype=np.int64)
     for what in ("local", "global"):
-        offset = np.array([getattr(piece, f"{what}_offset") for _, piece in filled], dtype=np.int64)
-        found = first_overlap(offset, extents)
+        boxes = [Box(getattr(pieces[i], f"{what}_offset"), pieces[i].shape) for i in numbers]
+        found = first_overlap(boxes)
         if found is not None:
-            (a, first), (b, second) = (filled[i] for i in found)
+            a, b = found
             raise InvalidStateError(
-                f"{text!r}: pieces {a} and {b} overlap in the {what} tensor: {what}_offset "
-                f"{getattr(first, f'{what}_offset')} and shape {first.shape}, "
-                f"{getattr(second, f'{what}_offset')} and {second.shape}"
+                f"{text!r}: pieces {numbers[a]} and {numbers[b]} overlap in the {what} tensor: "
+                f"{boxes[a]} and {boxes[b]}"
             )
 
 
 def _ints(values: Any, what: str) -> tuple[int, ...]:
+    if type(values) is tuple and all(type(value) is int and 0 <= value < _LARGEST for value in values):
+        return values  # nearly always
     if isinstance(values, (str, bytes)) or not isinstance(values, (Sequence, np.ndarray)):
         raise InvalidStateError(f"{what} must be a sequence of ints, not {values!r:.100}")
     return tuple(_int(value, what) for value in values)
