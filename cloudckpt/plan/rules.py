@@ -63,6 +63,10 @@ class Layout:
             for extent, axes, segments in zip(local, self.axes, self.segments, strict=True)
         )
 
+    def adds_up(self, shape: Sequence[int]) -> bool:
+        """Whether the segments are those of a tensor of this shape."""
+        return all(sizes is None or sum(sizes) == n for sizes, n in zip(self.segments, shape, strict=True))
+
     def cut_dims(self, config: ParallelConfig) -> set[int]:
         """The dims that model-parallel axes really cut."""
         return {d for d, axes in enumerate(self.axes) if any(a not in DATA_AXES and config.size(a) > 1 for a in axes)}
@@ -175,7 +179,7 @@ def agrees(layout: Layout, pieces: Iterable[PieceBox], shape: Sequence[int], ran
 
     It may hold less, and data-parallel axes may have cut in another order.
     """
-    if any(sizes is not None and sum(sizes) != n for sizes, n in zip(layout.segments, shape, strict=True)):
+    if not layout.adds_up(shape):
         return False
     model_only = tuple(tuple(axis for axis in axes if axis not in DATA_AXES) for axes in layout.axes)
     coordinates = config.coordinates(rank)

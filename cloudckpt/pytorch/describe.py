@@ -44,9 +44,10 @@ class Describer:
         """A tensor, DTensor or ShardedTensor as a part of its array. Raises InvalidStateError for what cannot be one.
 
         ``keys`` is the path that rules are matched with, ``text`` stands in messages. Only plain
-        tensors are cut by rules. On a load, ``global_shape`` is that of what is stored, and
-        ``recorded`` the layout that was recorded with it: where the local shape does not fit, the
-        shard has no pieces and another shape.
+        tensors are cut by rules; the shares of all ranks are taken for equal, unless the rule states the
+        extent. On a load, ``global_shape`` is that of what is stored, and ``recorded`` the layout that was
+        recorded with it: shares may then be unequal. The shard's own shape differs from ``global_shape``
+        where the local shape does not fit.
         """
         shard = sharded_shard(obj, text) if isinstance(obj, ShardedTensor) else tensor_shard(obj, text)
         layout = self._layout(keys, len(shard.shape))
@@ -83,20 +84,18 @@ class Describer:
         """A plain tensor as the part that its rule says it is."""
         config, local = self._config, whole.shape
         if stored is not None and len(stored) != len(local):
-            return replace(whole, pieces=())
+            return whole
         alike = layout.global_shape(local, config)
         shape = alike if stored is None else tuple(stored)
         runs = None
-        if all(sizes is None or sum(sizes) == n for sizes, n in zip(layout.segments, shape, strict=True)):
+        if shape != alike and layout.adds_up(shape):  # as uneven shares do
             runs = layout.runs(shape, self._coordinates, config)
         if runs is None or local_shape(runs) != local:
-            if shape != alike:  # the caller of load() hears of all shapes that do not fit at once
-                return replace(whole, shape=alike, pieces=())
-            assert runs is not None
+            shape, runs = alike, layout.runs(alike, self._coordinates, config)
+        if local_shape(runs) != local:
             raise InvalidStateError(
                 f"{whole.text!r}: the local tensor has shape {local}, but its rule gives this rank "
                 f"{local_shape(runs)} of {shape}"
             )
         check_recorded(layout, config, recorded, whole.text)
-        pieces = tuple(pieces_from_runs(runs))
-        return replace(whole, shape=shape, pieces=pieces, layout=layout.encode(config))
+        return replace(whole, shape=shape, pieces=tuple(pieces_from_runs(runs)), layout=layout.encode(config))

@@ -329,8 +329,9 @@ LOADS = {
     "fewer segments": r"'w': dim 0 was saved with the segments \[16, 4, 4\], but .* has no segments",
     "other segments": r"has the segments \[8, 8, 8\]",
     "segments unknown to the checkpoint": r"'v': dim 0 was saved with no segments, .* has the segments \[12, 12\]",
-    "segments of another size": r"shape: w is \(24, 6\) in the checkpoint, \(20, 6\) in the target",
+    "segments of another size": r"'w': dim 0 was saved with .* has the segments \[12, 4, 4\]",
     "another shape": r"shape: v is \(24, 6\) in the checkpoint, \(26, 6\) in the target",
+    "not cut like that": r"'w': the local tensor has shape \(13, 6\), but its rule gives this rank \(12, 6\)",
     "two rules": "on rank 0 but .* on rank 1",
     "no such tensor": r"no tensor on any rank matches the rule \('x'",
     "no config": "ParallelConfig",
@@ -349,6 +350,7 @@ def load_all_bad(url: str) -> dict[str, tuple[CloudckptError | None, bool]]:
         "segments unknown to the checkpoint": [w, ("v", {"tp": 0}, {0: [12, 12]})],
         "segments of another size": [("w", {"tp": 0}, {0: [12, 4, 4]}), v],
         "another shape": [w, v],
+        "not cut like that": [w, v],
         "two rules": [w, v] if rank else [v, w],
         "no such tensor": [w, v, ("x", {"tp": 0})],
         "no config": [w, v],
@@ -359,6 +361,8 @@ def load_all_bad(url: str) -> dict[str, tuple[CloudckptError | None, bool]]:
             target["v"] = torch.zeros(13, 6)
         if name == "segments of another size":
             target["w"] = torch.zeros(10, 6, dtype=torch.bfloat16)
+        if name == "not cut like that":
+            target["w"] = torch.zeros(13, 6, dtype=torch.bfloat16)
         if name == "outside":
             target["w"] = ShardedTensor(target["w"], (24, 6), [Piece((0, 0), (13, 0), (12, 6))])
         given = None
