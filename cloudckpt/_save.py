@@ -196,18 +196,19 @@ def _assign(parts: Sequence[_Description], store: Store, rules: ShardingRules | 
     order = {spec.id: i for i, spec in enumerate(merged.leaves)}
     tables = [_renumbered(part, order) for part in parts]
     specs = [TensorSpec(plain.dotted(s.path), s.shape, dtype(s.dtype).itemsize) for s in merged.leaves]
+    plan = plan_save(specs, tables, chunk_bytes=options.chunk_bytes)
     blueprint = Blueprint(
         attempt=new_attempt(),
         step=options.step,
         layout=options.layout,
         compression=options.compression,
         merged=merged,
-        plan=plan_save(specs, tables, chunk_bytes=options.chunk_bytes),
+        plan=plan,
         meshes=tuple(dict.fromkeys(mesh for part in parts for mesh in part.meshes)),
         metadata=parts[0].metadata,
         world_size=len(parts),
     )
-    return _Assignment(blueprint, order, _to_compare(merged, tables, options.check_replicas))
+    return _Assignment(blueprint, order, _to_compare(merged, plan, options.check_replicas))
 
 
 def _renumbered(part: _Description, order: Mapping[str, int]) -> PieceTable:
@@ -218,21 +219,17 @@ def _renumbered(part: _Description, order: Mapping[str, int]) -> PieceTable:
     tensor = numbers[part.pieces.tensor]
     rows = np.nonzero(tensor >= 0)[0]
     rows = rows[np.argsort(tensor[rows], kind="stable")]
-    replica = None if part.pieces.replica is None else part.pieces.replica[rows]
-    return PieceTable(tensor[rows], part.pieces.offset[rows], part.pieces.shape[rows], replica)
+    return part.pieces.take(rows, tensor[rows])
 
 
-def _to_compare(merged: MergedTree, tables: Sequence[PieceTable], check_replicas: str) -> tuple[str, ...]:
+def _to_compare(merged: MergedTree, plan: SavePlan, check_replicas: str) -> tuple[str, ...]:
     """Ids of the tensors whose replicas must prove that they are equal."""
     if check_replicas == "none":
         return ()
-    holders = np.zeros(len(merged.leaves), dtype=np.int64)
-    for table in tables:
-        holders[np.unique(table.tensor)] += 1
     return tuple(
         spec.id
-        for spec, count in zip(merged.leaves, holders.tolist(), strict=True)
-        if count > 1 and (spec.checked or check_replicas == "all")
+        for spec, replicated in zip(merged.leaves, plan.replicated.tolist(), strict=True)
+        if replicated and (spec.checked or check_replicas == "all")
     )
 
 

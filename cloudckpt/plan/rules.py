@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -71,8 +71,9 @@ class Layout:
         """The dims that model-parallel axes really cut."""
         return {d for d, axes in enumerate(self.axes) if any(a not in DATA_AXES and config.size(a) > 1 for a in axes)}
 
+    @lru_cache(maxsize=1024)  # noqa: B019  # layouts are values; one object for all tensors pickles in a few bytes
     def encode(self, config: ParallelConfig) -> dict[str, Any] | None:
-        """What a checkpoint records of it; see "Tree leaves" in docs/format.md."""
+        """What a checkpoint records of it; see "Tree leaves" in docs/format.md. Not to be changed."""
         axes = {axis: [d, config.size(axis)] for d, names in enumerate(self.axes) for axis in names}
         segments = {str(d): list(sizes) for d, sizes in enumerate(self.segments) if sizes is not None}
         if not axes and not segments:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
+import numpy.typing as npt
 
 from cloudckpt.format.box import Box
 from cloudckpt.format.grid import Ints
@@ -46,16 +47,21 @@ class PieceTable:
     """All pieces that one rank holds or wants, as columns. Unused trailing dims are 0 (shape: 1).
 
     ``tensor``: int64[k], ascending. ``offset``, ``shape``: int64[k, max dims], global. ``replica``:
-    int64[k], the replica number that the shard was declared with, `PLACED` or `UNPLACED`; None: all placed.
+    int32[k], the replica number that the shard was declared with, `PLACED` or `UNPLACED`; None: all placed.
     """
 
     tensor: Ints
     offset: Ints
     shape: Ints
-    replica: Ints | None = None
+    replica: npt.NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.tensor)
+
+    def take(self, rows: Ints, tensor: Ints) -> PieceTable:
+        """Some of the rows, with other tensor numbers."""
+        replica = None if self.replica is None else self.replica[rows]
+        return PieceTable(tensor, self.offset[rows], self.shape[rows], replica)
 
     @staticmethod
     def build(pieces: Iterable[tuple[int, Box]], replicas: Mapping[int, int] | None = None) -> PieceTable:
@@ -70,7 +76,9 @@ class PieceTable:
         for row, (_, box) in enumerate(kept):
             offset[row, : len(box.offset)] = box.offset
             shape[row, : len(box.shape)] = box.shape
-        replica = None if replicas is None else np.array([replicas[t] for t, _ in kept], dtype=np.int64)
+        replica = None
+        if replicas is not None and any(number != PLACED for number in replicas.values()):
+            replica = np.array([replicas[t] for t, _ in kept], dtype=np.int32)
         return PieceTable(np.array([t for t, _ in kept], dtype=np.int64), offset, shape, replica)
 
     def box(self, row: int, dims: int) -> Box:
@@ -89,7 +97,7 @@ class TensorPieces:
     shape: Ints
     ranks: Ints
     starts: Ints
-    replica: Ints
+    replica: npt.NDArray[np.int32]
 
     def holders(self, piece: int) -> Ints:
         return self.ranks[self.starts[piece] : self.starts[piece + 1]]
@@ -100,8 +108,8 @@ def group_by_tensor(tables: Sequence[PieceTable], specs: Sequence[TensorSpec]) -
     dims = max((*(t.offset.shape[1] for t in tables), *(len(s.shape) for s in specs)), default=0)
     tensor = np.concatenate([t.tensor for t in tables]) if tables else np.zeros(0, dtype=np.int64)
     rank = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
-    replicas = [np.full(len(t), PLACED, dtype=np.int64) if t.replica is None else t.replica for t in tables]
-    replica = np.concatenate(replicas) if tables else tensor
+    replicas = [np.full(len(t), PLACED, dtype=np.int32) if t.replica is None else t.replica for t in tables]
+    replica = np.concatenate([np.zeros(0, dtype=np.int32), *replicas])
     bounds = (
         np.concatenate([padded_bounds(t, dims) for t in tables]) if tables else np.zeros((0, 2 * dims), dtype=np.int64)
     )
@@ -125,7 +133,7 @@ def padded_bounds(table: PieceTable, dims: int) -> Ints:
     return bounds
 
 
-def _unique_pieces(bounds: Ints, rank: Ints, replica: Ints, dims: int) -> TensorPieces:
+def _unique_pieces(bounds: Ints, rank: Ints, replica: npt.NDArray[np.int32], dims: int) -> TensorPieces:
     # lexsort sees the last key as the first: rows ordered by offset, then shape, then rank.
     order = np.lexsort([rank, *bounds.T[::-1]])
     bounds, rank, replica = bounds[order], rank[order], replica[order]

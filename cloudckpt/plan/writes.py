@@ -19,11 +19,15 @@ from cloudckpt.plan.shard import PLACED, PieceTable, TensorPieces, TensorSpec, g
 
 @dataclass(frozen=True, eq=False)
 class SavePlan:
-    """``owner``: int32, the writing rank of every chunk; tensor i's chunks start at ``first_chunks[i]``."""
+    """``owner``: int32, the writing rank of every chunk; tensor i's chunks start at ``first_chunks[i]``.
+
+    ``replicated``: whether several ranks hold one piece of tensor i.
+    """
 
     grids: tuple[Grid, ...]
     first_chunks: Ints
     owner: npt.NDArray[np.int32]
+    replicated: npt.NDArray[np.bool_]
 
     def chunks_of(self, rank: int) -> Ints:
         """The chunks that a rank writes, in the order in which it writes them."""
@@ -57,6 +61,7 @@ def plan_save(specs: Sequence[TensorSpec], tables: Sequence[PieceTable], *, chun
     shares: list[_Share] = []
     load = np.zeros(len(tables), dtype=np.int64)
     firsts = np.zeros(len(specs), dtype=np.int64)
+    replicated = np.zeros(len(specs), dtype=bool)
     first = num_rows = 0
     for number, (spec, pieces) in enumerate(zip(specs, group_by_tensor(tables, specs), strict=True)):
         _check_inside(spec, pieces)
@@ -74,11 +79,12 @@ def plan_save(specs: Sequence[TensorSpec], tables: Sequence[PieceTable], *, chun
         grids.append(grid)
         owners.append(owner)
         firsts[number] = first
+        replicated[number] = not alone.all()
         first += grid.num_chunks
     owner = np.concatenate([np.zeros(0, dtype=np.int32), *owners])
     if shares:
         owner[np.concatenate(rows)] = _share_out(shares, load.tolist(), num_rows)
-    return SavePlan(tuple(grids), firsts, owner)
+    return SavePlan(tuple(grids), firsts, owner, replicated)
 
 
 def _check_inside(spec: TensorSpec, pieces: TensorPieces) -> None:

@@ -80,7 +80,7 @@ def sharded_shard(tensor: ShardedTensor, text: str) -> LocalShard:
     if math.prod(shape) * local.element_size() >= _LARGEST:
         raise InvalidStateError(f"{text!r}: the global shape {shape} is too large")
     pieces = _pieces(tensor.pieces, tuple(local.shape), shape, text)
-    replica = _int(tensor.replica, f"{text!r}: replica")
+    replica = _int(tensor.replica, f"{text!r}: replica", largest=2**31)
     padding = _padding(tensor.padding, local.dtype, text)
     return LocalShard(text, dtype, shape, pieces, local, placed=True, replica=replica, padding=padding)
 
@@ -162,10 +162,10 @@ def _ints(values: Any, what: str) -> tuple[int, ...]:
     return tuple(_int(value, what) for value in values)
 
 
-def _int(value: Any, what: str) -> int:
+def _int(value: Any, what: str, largest: int = _LARGEST) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise InvalidStateError(f"{what}: {value!r:.100} is not an int")
-    if not 0 <= value < _LARGEST:
+    if not 0 <= value < largest:
         raise InvalidStateError(f"{what}: {value!r:.100} is {'negative' if value < 0 else 'too large'}")
     return int(value)
 

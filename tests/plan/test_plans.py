@@ -250,6 +250,16 @@ def test_overlaps_are_refused_just_where_they_are_no_replicas(
         plan_save([TensorSpec("w", (4,), 1)], tables, chunk_bytes=chunk_bytes)
 
 
+def test_plans_say_which_tensors_have_replicas() -> None:
+    specs = [TensorSpec(name, (8,), 4) for name in ("cut", "copied", "partly")]
+    low, high, whole = Box((0,), (4,)), Box((4,), (4,)), Box((0,), (8,))
+    tables = [
+        PieceTable.build([(0, low), (1, whole), (2, low), (2, high)]),
+        PieceTable.build([(0, high), (1, whole), (2, high)]),
+    ]
+    assert plan_save(specs, tables, chunk_bytes=16).replicated.tolist() == [False, True, True]
+
+
 def test_a_gap_is_named_in_full_with_the_ranks_that_hold_the_rest() -> None:
     spec = TensorSpec("w", (1024, 1024), 4)
     tables = [table(Box((0, 0), (512, 1024))), table(Box((512, 0), (512, 256)), Box((512, 768), (512, 256)))]

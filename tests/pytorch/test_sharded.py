@@ -155,6 +155,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"pieces": [piece(shape=(np.float64(6), 4))]}, "piece 0: shape: .*6.0.* is not an int"),
     ({"pieces": [piece(shape="64")]}, "piece 0: shape must be a sequence"),
     ({"replica": -1}, "replica: -1 is negative"),
+    ({"replica": 2**31}, "replica: 2147483648 is too large"),
     ({"replica": 1.5}, "replica: 1.5 is not an int"),
     ({"padding": "0"}, "padding='0' is no value of torch.float32"),
     ({"padding": 1j}, "padding=1j"),
