@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cloudckpt.errors import FormatError, InvalidStateError
-from cloudckpt.format.box import Box
+from cloudckpt.format.grid import Ints
 from cloudckpt.plan.parallel import AXES, DATA_AXES, DENSE_AXES, EXPERT_AXES, ParallelConfig
 from cloudckpt.plan.shard import DimShard, PieceBox, PieceTable, Runs, cut_in_segments, dim_runs, pieces_from_runs
 
@@ -107,6 +107,7 @@ class ShardingRules:
         self.parallel = parallel
         self._matches: dict[str, tuple[int, ...]] = {}
         self._layouts: dict[tuple[Rule, int], Layout] = {}
+        self._found: dict[tuple[str, int], Layout | None] = {}
 
     def __repr__(self) -> str:
         return f"ShardingRules([{', '.join(map(str, self.rules))}], {self.parallel})"
@@ -141,6 +142,16 @@ class ShardingRules:
 
     def layout(self, path: str, num_dims: int) -> Layout | None:
         """The layout of a tensor; None without a rule. InvalidStateError where rules do not fit it, or each other."""
+        if (path, num_dims) not in self._found:
+            self._found[path, num_dims] = self._find(path, num_dims)
+        return self._found[path, num_dims]
+
+    def unmatched(self, matched: Iterable[Iterable[int]]) -> list[Rule]:
+        """The rules that are not among the numbers of any rank."""
+        found = {number for numbers in matched for number in numbers}
+        return [rule for number, rule in enumerate(self.rules) if number not in found]
+
+    def _find(self, path: str, num_dims: int) -> Layout | None:
         matching = [self.rules[number] for number in self.match(path)]
         if not matching:
             return None
@@ -149,11 +160,6 @@ class ShardingRules:
             if layout != layouts[0]:
                 raise InvalidStateError(f"{path!r}: the rules {matching[0]} and {rule} contradict each other")
         return layouts[0]
-
-    def unmatched(self, matched: Iterable[Iterable[int]]) -> list[Rule]:
-        """The rules that are not among the numbers of any rank."""
-        found = {number for numbers in matched for number in numbers}
-        return [rule for number, rule in enumerate(self.rules) if number not in found]
 
     def _layout(self, rule: Rule, num_dims: int, path: str) -> Layout:
         key = (rule, num_dims)
@@ -208,19 +214,45 @@ def wanted_pieces(tensors: Sequence[tuple[str, Sequence[int]]], rules: ShardingR
     """
     config = rules.config()
     coordinates = config.coordinates(rank)
-    known: dict[tuple[Layout, tuple[int, ...]], list[PieceBox]] = {}
-    boxes: list[tuple[int, Box]] = []
+    # Tensors of one kind have the same pieces, and a model has thousands of tensors of a few kinds.
+    kinds: dict[tuple[int, tuple[int, ...]], int] = {}
+    bounds: list[Ints] = []
+    kind = np.zeros(len(tensors), dtype=np.int64)
     for number, (path, given) in enumerate(tensors):
         shape = tuple(given)
         layout = rules.layout(path, len(shape))
-        if layout is None:
-            layout = Layout(tuple(() for _ in shape), tuple(None for _ in shape))
-        key = (layout, shape)
-        if key not in known:
-            check_segments(layout, shape, path)
-            known[key] = pieces_from_runs(layout.runs(shape, coordinates, config))
-        boxes.extend((number, piece.box) for piece in known[key])
-    return PieceTable.build(boxes)
+        found = kinds.setdefault((id(layout), shape), len(bounds))
+        if found == len(bounds):
+            bounds.append(_bounds(layout, shape, path, coordinates, config))
+        kind[number] = found
+    dims = max((rows.shape[1] // 2 for rows in bounds), default=0)
+    count = np.array([len(rows) for rows in bounds], dtype=np.int64)[kind]
+    first = np.cumsum([0, *(len(rows) for rows in bounds)], dtype=np.int64)[kind]
+    row = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))
+    offset = np.concatenate([np.zeros((0, dims), dtype=np.int64), *(_padded(rows, 0, dims) for rows in bounds)])
+    extent = np.concatenate([np.zeros((0, dims), dtype=np.int64), *(_padded(rows, 1, dims) for rows in bounds)])
+    return PieceTable(np.repeat(np.arange(len(tensors)), count), offset[row], extent[row])
+
+
+def _bounds(
+    layout: Layout | None, shape: tuple[int, ...], path: str, coordinates: Mapping[str, int], config: ParallelConfig
+) -> Ints:
+    """``int64[k, 2 * dims]``: offset and shape of the pieces that hold anything."""
+    if layout is None:
+        pieces = [PieceBox((0,) * len(shape), (0,) * len(shape), shape)]
+    else:
+        check_segments(layout, shape, path)
+        pieces = pieces_from_runs(layout.runs(shape, coordinates, config))
+    rows = [(*piece.global_offset, *piece.shape) for piece in pieces if piece.box.num_elements]
+    return np.array(rows, dtype=np.int64).reshape(len(rows), 2 * len(shape))
+
+
+def _padded(rows: Ints, fill: int, dims: int) -> Ints:
+    """The offsets (fill 0) or the shapes (fill 1) for tensors of more dims."""
+    own = rows.shape[1] // 2
+    padded = np.full((len(rows), dims), fill, dtype=np.int64)
+    padded[:, :own] = rows[:, own:] if fill else rows[:, :own]
+    return padded
 
 
 def check_segments(layout: Layout, shape: Sequence[int], path: str) -> None:

@@ -127,6 +127,26 @@ def test_wanted_pieces_are_those_of_the_layout(job: tuple[ParallelConfig, tuple[
         assert whole == ([Box((0,) * len(shape), shape)] if math.prod(shape) else [])
 
 
+@given(configs(), st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=6))
+def test_wanted_pieces_of_many_tensors_are_those_of_each(config: ParallelConfig, shapes: list[list[int]]) -> None:
+    rules = ShardingRules([("[02].*", {"tp": 0}), ("4.*", {"dp_shard": -1, "tp": -1})], config)
+    tensors = [(f"{i}.w", shape if i % 2 or shape else [4]) for i, shape in enumerate(shapes)]
+    for rank in {0, config.world_size - 1}:
+        table = wanted_pieces(tensors, rules, rank)
+        held = [(int(t), table.box(row, len(tensors[t][1]))) for row, t in enumerate(table.tensor.tolist())]
+        singles = [wanted_pieces([tensor], rules, rank) for tensor in tensors]
+        assert held == [
+            (number, one.box(row, len(tensors[number][1])))
+            for number, one in enumerate(singles)
+            for row in range(len(one))
+        ]
+        assert (np.diff(table.tensor) >= 0).all()
+        for row, box in enumerate(held):
+            own = len(box[1].shape)
+            assert (table.offset[row, own:] == 0).all()
+            assert (table.shape[row, own:] == 1).all()
+
+
 TP2 = ParallelConfig(tp=2)
 
 
