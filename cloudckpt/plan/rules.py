@@ -33,8 +33,8 @@ class Rule:
         return re.compile(fnmatch.translate(self.pattern))
 
     def __str__(self) -> str:
-        segments = f", { ({d: list(sizes) for d, sizes in self.segments}) }" if self.segments else ""
-        return f"({self.pattern!r}, {dict(self.axes)}{segments})"
+        segments = {dim: list(sizes) for dim, sizes in self.segments}
+        return f"({self.pattern!r}, {dict(self.axes)}{f', {segments}' if segments else ''})"
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,7 @@ class ShardingRules:
     data-parallel ones (``dp_shard``, ``cp``, ``edp``, ``dp_replicate``) cut that as one, as FSDP does.
     A single size states the extent of a dim that is cut unevenly.
 
-    All rules that match a tensor must say the same. Raises InvalidStateError for rules that say
-    nothing useful at all.
+    All rules that match a tensor must say the same. Raises InvalidStateError for what is no rule.
     """
 
     def __init__(self, rules: Iterable[Sequence[Any]], parallel: ParallelConfig | None = None) -> None:

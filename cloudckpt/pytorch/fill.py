@@ -110,7 +110,13 @@ class _Matcher:
             state = target.state_dict()
             if isinstance(target, torch.optim.Optimizer):
                 self.match.problems.kinds.update(group_differences(state, node, path_text(path)))
-                complete_state(target, state, node, self.manifest)
+                complete_state(
+                    target,
+                    state,
+                    node,
+                    self.manifest,
+                    lambda inner, shape: self.describer.local_shape((*keys, *inner), shape),
+                )
             finish = self.walk(state, node, path, keys)
             return lambda: _load_into(target, finish())
         if isinstance(target, dict) and is_mapping(node):

@@ -392,3 +392,56 @@ def test_targets_that_would_be_restored_wrong_are_refused(ranks: RankPool, tmp_p
             assert isinstance(error, (InvalidStateError, MismatchError, RankError)), (name, error)
             assert re.search(pattern, str(error)), (name, str(error))
             assert not changed, name
+
+
+# Optimizers
+
+
+def trained(config: ParallelConfig, rank: int, steps: int) -> tuple[torch.nn.Linear, torch.optim.AdamW]:
+    """A layer whose rows tensor parallelism has cut by hand; its gradients are those of the whole."""
+    at = config.coordinates(rank)["tp"]
+    weight, bias = noise_free((8, 6)), noise_free((8,))
+    layer = torch.nn.Linear(6, 8 // config.tp)
+    with torch.no_grad():
+        layer.weight.copy_(weight.chunk(config.tp)[at])
+        layer.bias.copy_(bias.chunk(config.tp)[at])
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    for _ in range(steps):
+        layer.weight.grad = weight.chunk(config.tp)[at].sin()
+        layer.bias.grad = bias.chunk(config.tp)[at].cos()
+        optimizer.step()
+    return layer, optimizer
+
+
+def noise_free(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(1))
+
+
+def layer_rules(config: ParallelConfig) -> ShardingRules:
+    return ShardingRules([("model.*", {"tp": 0}), ("optim.state.*.exp_avg*", {"tp": 0})], config)
+
+
+def save_trained(url: str, config: ParallelConfig) -> None:
+    layer, optimizer = trained(config, dist.get_rank(), 2)
+    cloudckpt.save({"model": layer, "optim": optimizer}, url, rules=layer_rules(config))
+
+
+def resume_trained(url: str, config: ParallelConfig, steps: int) -> bool:
+    """Whether it goes on as if it had never stopped. ``steps`` of training before the load; 0: there is no state yet."""
+    layer, optimizer = trained(config, dist.get_rank(), steps)
+    cloudckpt.load({"model": layer, "optim": optimizer}, url, rules=layer_rules(config))
+    expected, other = trained(config, dist.get_rank(), 2)
+    for own, ours in ((layer, optimizer), (expected, other)):
+        own.weight.grad = own.weight.detach() * 2
+        ours.step()
+    moments = [optimizer.state[layer.weight], other.state[expected.weight]]
+    return torch.equal(layer.weight, expected.weight) and torch.equal(*(m["exp_avg"] for m in moments))
+
+
+def test_optimizers_with_rules_resume_on_other_ranks_fresh_or_not(ranks: RankPool, tmp_path: Path):
+    for saved in (4, 1):
+        url = str(tmp_path / str(saved))
+        ranks.run(saved, save_trained, url, ParallelConfig(tp=saved))
+        for size in (1, 2, 4):
+            for steps in (0, 1):
+                assert ranks.run(size, resume_trained, url, ParallelConfig(tp=size), steps) == [True] * size
