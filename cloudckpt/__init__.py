@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from cloudckpt.checkpoint import Checkpoint, open_checkpoint
     from cloudckpt.config import Config
     from cloudckpt.interop.zarr_view import open_zarr
+    from cloudckpt.plan.parallel import ParallelConfig
+    from cloudckpt.plan.rules import ShardingRules
     from cloudckpt.pytorch.per_rank import PerRank
+    from cloudckpt.pytorch.sharded import Piece, ShardedTensor
 
 # Names are imported when they are first used: the command line and the format layer work without torch.
 _HOMES = {
@@ -21,7 +24,11 @@ _HOMES = {
     "Commit": "cloudckpt._save",
     "Config": "cloudckpt.config",
     "LoadReport": "cloudckpt._load",
+    "ParallelConfig": "cloudckpt.plan.parallel",
     "PerRank": "cloudckpt.pytorch.per_rank",
+    "Piece": "cloudckpt.pytorch.sharded",
+    "ShardedTensor": "cloudckpt.pytorch.sharded",
+    "ShardingRules": "cloudckpt.plan.rules",
     "errors": "cloudckpt.errors",
     "load": "cloudckpt._load",
     "open_checkpoint": "cloudckpt.checkpoint",
@@ -35,7 +42,11 @@ __all__ = [
     "Commit",
     "Config",
     "LoadReport",
+    "ParallelConfig",
     "PerRank",
+    "Piece",
+    "ShardedTensor",
+    "ShardingRules",
     "errors",
     "load",
     "open_checkpoint",

@@ -17,7 +17,9 @@ from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.manifest import Manifest, decode_manifest
 from cloudckpt.format.tree import leaves
 from cloudckpt.plan.reads import RangeRead
+from cloudckpt.plan.rules import ShardingRules
 from cloudckpt.progress import Progress, start_progress
+from cloudckpt.pytorch.describe import Describer
 from cloudckpt.pytorch.exchange import run_exchange
 from cloudckpt.pytorch.fill import Match, check_root, match_state
 from cloudckpt.pytorch.group import Group, Ranks, make_group
@@ -75,7 +77,7 @@ def load(
     cast: bool = False,
     exchange: ExchangeMode = "auto",
     exchange_scope: Scope = "world",
-    rules: None = None,
+    rules: ShardingRules | None = None,
     rename: None = None,
     storage_options: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -88,9 +90,9 @@ def load(
 
     Tensors and arrays are filled where they are; plain values are replaced in their containers;
     objects get ``load_state_dict``. The layout of the targets need not be that of the job that
-    saved. Everything is compared before anything is changed: MismatchError lists all differences
-    over all ranks. ``strict=False`` forgives missing and unexpected keys, nothing else. Nothing is
-    resized, broadcast or cast.
+    saved; ``rules`` say which part of the whole plain targets are. Everything is compared before
+    anything is changed: MismatchError lists all differences over all ranks. ``strict=False`` forgives
+    missing and unexpected keys, nothing else. Nothing is resized, broadcast or cast.
 
     ``exchange``: "auto" reads each stored byte from the store once, and passes it on to all ranks that
     want it, whole chunks to many ranks by broadcast, and parts one by one; "broadcast" and "alltoall"
@@ -107,10 +109,12 @@ def load(
     seconds: dict[str, float] = {}
     start = time.perf_counter()
     opened: list[Store] = []
+    describers: list[Describer] = []
     arguments = {"url": os.fspath(url), "strict": strict, "exchange": exchange, "exchange_scope": exchange_scope}
 
     def begin() -> None:
-        _check_options(cast, exchange, exchange_scope, rules, rename)
+        _check_options(cast, exchange, exchange_scope, rename)
+        describers.append(Describer(rules, ranks.rank, ranks.size))
         check_root(state)
         opened.append(resolve(url, storage_options, config))
 
@@ -124,18 +128,27 @@ def load(
         prepared: list[Prepared] = []
 
         def compare() -> Wish:
-            match = match_state(state, manifest, rank=ranks.rank, world_size=ranks.size, allow_pickle=allow_pickle)
+            match = match_state(
+                state,
+                manifest,
+                rank=ranks.rank,
+                world_size=ranks.size,
+                allow_pickle=allow_pickle,
+                describer=describers[0],
+            )
             matches.append(match)
             asked = np.array([path in match.asked for path in stored], dtype=bool)
-            settings = tuple((arguments | asdict(config)).items())
+            own = {"rules": None if rules is None else rules.digest}
+            settings = tuple((arguments | own | asdict(config)).items())
             sharing = None
             if match.problems.is_readable:
                 prepared.append(prepare(manifest, match, ranks, groups, read_bytes=effective_read_bytes(config)))
                 if exchange != "none" and isinstance(ranks, Ranks):
                     sharing = describe(prepared[0], manifest, ranks)
-            return Wish(pack_bits(asked), match.problems, settings, match.has_objects, sharing)
+            matched = tuple(sorted(describers[0].matched))
+            return Wish(pack_bits(asked), match.problems, settings, match.has_objects, matched, sharing)
 
-        verdict = ranks.round(compare, lambda wishes: judge(wishes, stored, store.url, strict=strict))
+        verdict = ranks.round(compare, lambda wishes: judge(wishes, stored, store.url, strict=strict, rules=rules))
         start = time.perf_counter()
         shared, reason = None, verdict.reason
         if verdict.agreement is not None:
@@ -159,15 +172,15 @@ def load(
             store.close()
 
 
-def _check_options(cast: bool, exchange: str, scope: str, rules: object, rename: object) -> None:
+def _check_options(cast: bool, exchange: str, scope: str, rename: object) -> None:
     if cast:
         raise InvalidStateError("cast=True is not supported by this version: load into the stored dtype and convert")
     if exchange not in ("auto", "none", "broadcast", "alltoall"):
         raise InvalidStateError(f"exchange must be 'auto', 'none', 'broadcast' or 'alltoall', not {exchange!r}")
     if scope not in ("world", "node"):
         raise InvalidStateError(f"exchange_scope must be 'world' or 'node', not {scope!r}")
-    if rules is not None or rename is not None:
-        raise InvalidStateError("rules and rename are not supported by this version")
+    if rename is not None:
+        raise InvalidStateError("rename is not supported by this version")
 
 
 def _read(

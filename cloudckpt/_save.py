@@ -18,10 +18,12 @@ from cloudckpt.format.codec import Bytes1D
 from cloudckpt.format.dtypes import dtype
 from cloudckpt.format.keys import new_attempt, step_dir
 from cloudckpt.format.manifest import Manifest, MeshEntry, ObjectEntry
+from cloudckpt.plan.rules import ShardingRules, check_all_matched
 from cloudckpt.plan.shard import PieceTable, TensorSpec
 from cloudckpt.plan.tree import MergedTree, RankTree, merge
 from cloudckpt.plan.writes import SavePlan, plan_save
 from cloudckpt.progress import Progress, start_progress
+from cloudckpt.pytorch.describe import Describer
 from cloudckpt.pytorch.digest import Digests, compare_digests, shard_digests
 from cloudckpt.pytorch.group import Group, make_group
 from cloudckpt.pytorch.scratch import Scratch
@@ -63,6 +65,7 @@ class _Options:
     values: str
     check_replicas: str
     chunk_bytes: int
+    rules: str | None
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class _Description:
     ids: tuple[str, ...]
     meshes: tuple[MeshEntry, ...]
     metadata: plain.Node
+    matched: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +109,7 @@ def save(
     layout: Layout = "packed",
     compression: Literal["zstd"] | None = None,
     overwrite: bool = False,
-    rules: None = None,
+    rules: ShardingRules | None = None,
     metadata: Mapping[str, Any] | None = None,
     values: Literal["check", "rank0"] = "check",
     allow_pickle: bool = False,
@@ -114,9 +118,11 @@ def save(
 ) -> Commit:
     """Write ``state`` as a committed checkpoint at ``url``. Collective over ``group`` (default: all ranks).
 
-    ``state`` is a nested dict, list or tuple of tensors, DTensors, numpy arrays, plain values and
-    objects with ``state_dict()``. It must not change before this returns. Either the checkpoint is
-    whole and durable afterwards, or an error is raised on every rank and nothing is visible.
+    ``state`` is a nested dict, list or tuple of tensors, DTensors, ShardedTensors, numpy arrays, plain
+    values and objects with ``state_dict()``. ``rules`` say which part of the whole the plain tensors
+    are; those without a rule must be equal on all ranks that hold them. The state must not change before
+    this returns. Either the checkpoint is whole and durable afterwards, or an error is raised on every rank
+    and nothing is visible.
 
     ``values``: plain values must be equal on all ranks ("check"), or those of rank 0 are kept
     ("rank0"). ``metadata``: plain values for people and tools, beside the state. ``progress``: True
@@ -130,24 +136,33 @@ def save(
     opened: list[Store] = []
 
     def describe() -> _Description:
+        describer = Describer(rules, ranks.rank, ranks.size)
         options = _Options(
-            os.fspath(url), step, layout, compression, overwrite, values, config.check_replicas, config.chunk_bytes
+            os.fspath(url),
+            step,
+            layout,
+            compression,
+            overwrite,
+            values,
+            config.check_replicas,
+            config.chunk_bytes,
+            None if rules is None else rules.digest,
         )
-        _check_options(options, rules)
+        _check_options(options)
         opened.append(resolve(url, storage_options, config))
-        held.append(encode_state(state, allow_pickle=allow_pickle))
-        return _description(held[0], options, metadata)
+        held.append(encode_state(state, allow_pickle=allow_pickle, describer=describer))
+        return _description(held[0], options, metadata, describer)
 
     held: list[RankState] = []
     try:
-        assignment = ranks.round(describe, lambda parts: _assign(parts, opened[0]))
+        assignment = ranks.round(describe, lambda parts: _assign(parts, opened[0], rules))
         return _write(ranks, opened[0], assignment, held[0], overwrite=overwrite, progress=progress, config=config)
     finally:
         for store in opened:
             store.close()
 
 
-def _check_options(options: _Options, rules: object) -> None:
+def _check_options(options: _Options) -> None:
     for name, value, allowed in (
         ("layout", options.layout, ("packed", "zarr")),
         ("compression", options.compression, (None, "zstd")),
@@ -155,20 +170,21 @@ def _check_options(options: _Options, rules: object) -> None:
     ):
         if value not in allowed:
             raise InvalidStateError(f"{name} must be one of {allowed}, not {value!r}")
-    if rules is not None:
-        raise InvalidStateError("rules are not supported by this version: hold sharded tensors as DTensors")
     if options.step is not None:
         step_dir(options.step)  # refuses what cannot name a step
 
 
-def _description(state: RankState, options: _Options, metadata: Mapping[str, Any] | None) -> _Description:
+def _description(
+    state: RankState, options: _Options, metadata: Mapping[str, Any] | None, describer: Describer
+) -> _Description:
     ids = tuple(state.shards)
     order = {name: i for i, name in enumerate(ids)}
     encoded = plain.encode(dict(metadata or {}))
-    return _Description(options, state.tree, piece_table(state.shards, order), ids, state.meshes, encoded)
+    table = piece_table(state.shards, order)
+    return _Description(options, state.tree, table, ids, state.meshes, encoded, tuple(sorted(describer.matched)))
 
 
-def _assign(parts: Sequence[_Description], store: Store) -> _Assignment:
+def _assign(parts: Sequence[_Description], store: Store, rules: ShardingRules | None) -> _Assignment:
     """On the coordinator: one tree, one plan."""
     options = parts[0].options
     for rank, part in enumerate(parts):
@@ -176,21 +192,23 @@ def _assign(parts: Sequence[_Description], store: Store) -> _Assignment:
             raise InvalidStateError(f"save() was called with {options} on rank 0 but {part.options} on rank {rank}")
     catalog.check_absent(store, overwrite=options.overwrite)
     merged = merge([part.tree for part in parts], values=options.values)
+    check_all_matched(rules, [part.matched for part in parts], (plain.dotted(spec.path) for spec in merged.leaves))
     order = {spec.id: i for i, spec in enumerate(merged.leaves)}
     tables = [_renumbered(part, order) for part in parts]
     specs = [TensorSpec(plain.dotted(s.path), s.shape, dtype(s.dtype).itemsize) for s in merged.leaves]
+    plan = plan_save(specs, tables, chunk_bytes=options.chunk_bytes)
     blueprint = Blueprint(
         attempt=new_attempt(),
         step=options.step,
         layout=options.layout,
         compression=options.compression,
         merged=merged,
-        plan=plan_save(specs, tables, chunk_bytes=options.chunk_bytes),
+        plan=plan,
         meshes=tuple(dict.fromkeys(mesh for part in parts for mesh in part.meshes)),
         metadata=parts[0].metadata,
         world_size=len(parts),
     )
-    return _Assignment(blueprint, order, _to_compare(merged, tables, options.check_replicas))
+    return _Assignment(blueprint, order, _to_compare(merged, plan, options.check_replicas))
 
 
 def _renumbered(part: _Description, order: Mapping[str, int]) -> PieceTable:
@@ -201,20 +219,17 @@ def _renumbered(part: _Description, order: Mapping[str, int]) -> PieceTable:
     tensor = numbers[part.pieces.tensor]
     rows = np.nonzero(tensor >= 0)[0]
     rows = rows[np.argsort(tensor[rows], kind="stable")]
-    return PieceTable(tensor[rows], part.pieces.offset[rows], part.pieces.shape[rows])
+    return part.pieces.take(rows, tensor[rows])
 
 
-def _to_compare(merged: MergedTree, tables: Sequence[PieceTable], check_replicas: str) -> tuple[str, ...]:
+def _to_compare(merged: MergedTree, plan: SavePlan, check_replicas: str) -> tuple[str, ...]:
     """Ids of the tensors whose replicas must prove that they are equal."""
     if check_replicas == "none":
         return ()
-    holders = np.zeros(len(merged.leaves), dtype=np.int64)
-    for table in tables:
-        holders[np.unique(table.tensor)] += 1
     return tuple(
         spec.id
-        for spec, count in zip(merged.leaves, holders.tolist(), strict=True)
-        if count > 1 and (spec.checked or check_replicas == "all")
+        for spec, replicated in zip(merged.leaves, plan.replicated.tolist(), strict=True)
+        if replicated and (spec.checked or check_replicas == "all")
     )
 
 

@@ -22,7 +22,7 @@ from cloudckpt.format.tree import MAX_RANKS, array_leaves, children, path_text, 
 from cloudckpt.format.values import MAX_DEPTH
 
 FORMAT = "cloudckpt"
-MAJOR, MINOR = 1, 0
+MAJOR, MINOR = 1, 1
 VERSION = f"{MAJOR}.{MINOR}"
 
 MAX_DIMS = 64

@@ -1,4 +1,4 @@
-"""Which chunks of a grid lie in which boxes; all of it in numpy, since there may be millions."""
+"""Which boxes meet, and which chunks of a grid lie in which boxes; all of it in numpy, since there may be millions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cloudckpt.format.box import Box
 from cloudckpt.format.grid import Grid, Ints
+
+FEW = 6
+"""So many boxes are compared each with each sooner than numpy is called."""
 
 
 def overlaps(grid: Grid, offset: Ints, shape: Ints) -> tuple[Ints, Ints]:
@@ -46,3 +50,38 @@ def group_rows(values: Ints) -> tuple[Ints, Sequence[Ints]]:
     distinct, starts = np.unique(values[order], return_index=True)
     # Split always returns a part, also of nothing.
     return distinct, np.split(order, starts[1:]) if len(order) else []
+
+
+def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """Numbers of two boxes that have an element in common, or None. No box may be empty."""
+    if len(boxes) <= FEW:
+        pairs = ((i, j) for j in range(len(boxes)) for i in range(j))
+        return next((pair for pair in pairs if boxes[pair[0]].intersect(boxes[pair[1]]) is not None), None)
+    dims = len(boxes[0].offset)
+    if dims == 0:
+        return 0, 1
+    offset = np.array([box.offset for box in boxes], dtype=np.int64)
+    end = offset + np.array([box.shape for box in boxes], dtype=np.int64)
+    # A sweep along the dim in which the boxes begin at the most places, so that few are open at a time.
+    sweep = max(range(dims), key=lambda d: len(np.unique(offset[:, d])))
+    running = np.zeros(0, dtype=np.int64)
+    for number in np.argsort(offset[:, sweep], kind="stable").tolist():
+        running = running[end[running, sweep] > offset[number, sweep]]
+        meets = ((offset[running] < end[number]) & (offset[number] < end[running])).all(axis=1)
+        if meets.any():
+            other = int(running[np.argmax(meets)])
+            return min(other, number), max(other, number)
+        running = np.append(running, number)
+    return None
+
+
+def uncovered(extents: Sequence[int], offset: Ints, shape: Ints) -> list[Box]:
+    """Boxes of all elements of a tensor that are in none of the given boxes, none of which is empty."""
+    edges = [
+        np.unique(np.concatenate([np.array([0, n], dtype=np.int64), offset[:, d], offset[:, d] + shape[:, d]]))
+        for d, n in enumerate(extents)
+    ]
+    grid = Grid.from_edges(extents, edges)
+    covered = np.zeros(grid.num_chunks, dtype=bool)
+    covered[overlaps(grid, offset, shape)[1]] = True
+    return [grid.box(cell) for cell in np.nonzero(~covered)[0].tolist()]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
+import numpy.typing as npt
 
 from cloudckpt.format.box import Box
 from cloudckpt.format.grid import Ints
@@ -34,23 +35,40 @@ class PieceBox:
         return Box(self.global_offset, self.shape)
 
 
+PLACED = -1
+"""The "replica number" of shards whose placement says what is a replica: DTensors."""
+
+UNPLACED = -2
+"""That of plain tensors: copies of the whole, or cut by a rule that is the same on all ranks."""
+
+
 @dataclass(frozen=True, eq=False)
 class PieceTable:
     """All pieces that one rank holds or wants, as columns. Unused trailing dims are 0 (shape: 1).
 
-    ``tensor``: int64[k], ascending. ``offset``, ``shape``: int64[k, max dims], global.
+    ``tensor``: int64[k], ascending. ``offset``, ``shape``: int64[k, max dims], global. ``replica``:
+    int32[k], the replica number that the shard was declared with, `PLACED` or `UNPLACED`; None: all placed.
     """
 
     tensor: Ints
     offset: Ints
     shape: Ints
+    replica: npt.NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.tensor)
 
+    def take(self, rows: Ints, tensor: Ints) -> PieceTable:
+        """Some of the rows, with other tensor numbers."""
+        replica = None if self.replica is None else self.replica[rows]
+        return PieceTable(tensor, self.offset[rows], self.shape[rows], replica)
+
     @staticmethod
-    def build(pieces: Iterable[tuple[int, Box]]) -> PieceTable:
-        """From (tensor number, box) pairs with ascending numbers; boxes without elements are left out."""
+    def build(pieces: Iterable[tuple[int, Box]], replicas: Mapping[int, int] | None = None) -> PieceTable:
+        """From (tensor number, box) pairs with ascending numbers; boxes without elements are left out.
+
+        ``replicas``: the replica number of every tensor.
+        """
         kept = [(tensor, box) for tensor, box in pieces if box.num_elements]
         dims = max((len(box.shape) for _, box in kept), default=0)
         offset = np.zeros((len(kept), dims), dtype=np.int64)
@@ -58,7 +76,10 @@ class PieceTable:
         for row, (_, box) in enumerate(kept):
             offset[row, : len(box.offset)] = box.offset
             shape[row, : len(box.shape)] = box.shape
-        return PieceTable(np.array([t for t, _ in kept], dtype=np.int64), offset, shape)
+        replica = None
+        if replicas is not None and any(number != PLACED for number in replicas.values()):
+            replica = np.array([replicas[t] for t, _ in kept], dtype=np.int32)
+        return PieceTable(np.array([t for t, _ in kept], dtype=np.int64), offset, shape, replica)
 
     def box(self, row: int, dims: int) -> Box:
         return Box(tuple(map(int, self.offset[row, :dims])), tuple(map(int, self.shape[row, :dims])))
@@ -69,13 +90,14 @@ class TensorPieces:
     """The pieces of one tensor over all ranks, equal ones put together.
 
     ``offset``, ``shape``: int64[u, dims], distinct. The ascending ranks that hold piece i are
-    ``ranks[starts[i] : starts[i + 1]]``.
+    ``ranks[starts[i] : starts[i + 1]]``, and ``replica`` has the number that each declared.
     """
 
     offset: Ints
     shape: Ints
     ranks: Ints
     starts: Ints
+    replica: npt.NDArray[np.int32]
 
     def holders(self, piece: int) -> Ints:
         return self.ranks[self.starts[piece] : self.starts[piece + 1]]
@@ -86,17 +108,19 @@ def group_by_tensor(tables: Sequence[PieceTable], specs: Sequence[TensorSpec]) -
     dims = max((*(t.offset.shape[1] for t in tables), *(len(s.shape) for s in specs)), default=0)
     tensor = np.concatenate([t.tensor for t in tables]) if tables else np.zeros(0, dtype=np.int64)
     rank = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
+    replicas = [np.full(len(t), PLACED, dtype=np.int32) if t.replica is None else t.replica for t in tables]
+    replica = np.concatenate([np.zeros(0, dtype=np.int32), *replicas])
     bounds = (
         np.concatenate([padded_bounds(t, dims) for t in tables]) if tables else np.zeros((0, 2 * dims), dtype=np.int64)
     )
     order = np.argsort(tensor, kind="stable")
-    tensor, rank, bounds = tensor[order], rank[order], bounds[order]
+    tensor, rank, bounds, replica = tensor[order], rank[order], bounds[order], replica[order]
     ends = np.searchsorted(tensor, np.arange(len(specs)), side="right")
     start = 0
     for spec, end in zip(specs, ends.tolist(), strict=True):
         n = len(spec.shape)
         columns = [*range(n), *range(dims, dims + n)]
-        yield _unique_pieces(bounds[start:end][:, columns], rank[start:end], n)
+        yield _unique_pieces(bounds[start:end][:, columns], rank[start:end], replica[start:end], n)
         start = end
 
 
@@ -109,17 +133,17 @@ def padded_bounds(table: PieceTable, dims: int) -> Ints:
     return bounds
 
 
-def _unique_pieces(bounds: Ints, rank: Ints, dims: int) -> TensorPieces:
+def _unique_pieces(bounds: Ints, rank: Ints, replica: npt.NDArray[np.int32], dims: int) -> TensorPieces:
     # lexsort sees the last key as the first: rows ordered by offset, then shape, then rank.
     order = np.lexsort([rank, *bounds.T[::-1]])
-    bounds, rank = bounds[order], rank[order]
+    bounds, rank, replica = bounds[order], rank[order], replica[order]
     new_piece = np.ones(len(bounds), dtype=bool)
     new_piece[1:] = (bounds[1:] != bounds[:-1]).any(axis=1)
     new_holder = new_piece.copy()
     new_holder[1:] |= rank[1:] != rank[:-1]
     starts = np.append(np.nonzero(new_piece[new_holder])[0], int(new_holder.sum()))
     distinct = bounds[new_piece]
-    return TensorPieces(distinct[:, :dims], distinct[:, dims:], rank[new_holder], starts)
+    return TensorPieces(distinct[:, :dims], distinct[:, dims:], rank[new_holder], starts, replica[new_holder])
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +194,26 @@ def nested_runs(extent: int, shards: Sequence[DimShard]) -> Runs | None:
     for shard in reversed(shards):
         runs = _take_chunk(runs, shard.size, shard.coordinate)
     return runs
+
+
+def cut_in_segments(
+    extent: int, segments: Sequence[int], each: Sequence[DimShard], together: Sequence[DimShard]
+) -> Runs:
+    """The indices along a dim that several tensors were packed into, one after another.
+
+    The axes of ``each`` cut every segment by itself; those of ``together`` then cut what this rank
+    has of all of them as one. ``segments`` add up to ``extent``.
+    """
+    runs: list[tuple[int, int]] = []
+    start = 0
+    for size in segments:
+        runs.extend((a + start, b + start) for a, b in dim_runs(size, each))
+        start += size
+    assert start == extent
+    held = _merge(runs)
+    for shard in together:
+        held = _take_chunk(held, shard.size, shard.coordinate)
+    return held
 
 
 def pieces_from_runs(runs: Sequence[Runs]) -> list[PieceBox]:

@@ -27,7 +27,7 @@ class LeafSpec:
     """One array as one rank describes it. ``id`` is a function of the path alone, and the node's ``array``.
 
     ``checked``: a plain tensor, which must be equal on all ranks that hold it.
-    ``alias_of``: the id of an earlier leaf that is the same memory.
+    ``alias_of``: the id of an earlier leaf that is the same memory. ``note``: for the error where ranks disagree.
     """
 
     id: str
@@ -36,6 +36,7 @@ class LeafSpec:
     shape: tuple[int, ...]
     checked: bool = False
     alias_of: str | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _check_agree(seen: LeafSpec, first: int, spec: LeafSpec, rank: int) -> None:
         a, b = getattr(seen, field), getattr(spec, field)
         if a != b:
             path = dotted(spec.path)
-            raise InvalidStateError(f"{path!r} has {field} {a} on rank {first} but {b} on rank {rank}")
+            raise InvalidStateError(f"{path!r} has {field} {a} on rank {first} but {b} on rank {rank}{spec.note}")
 
 
 def _kind(node: Node) -> str:

@@ -14,16 +14,20 @@ from cloudckpt.format.box import Box
 from cloudckpt.format.grid import Grid, Ints
 from cloudckpt.plan.grid import build_grid
 from cloudckpt.plan.overlap import overlaps
-from cloudckpt.plan.shard import PieceTable, TensorPieces, TensorSpec, group_by_tensor
+from cloudckpt.plan.shard import PLACED, PieceTable, TensorPieces, TensorSpec, group_by_tensor
 
 
 @dataclass(frozen=True, eq=False)
 class SavePlan:
-    """``owner``: int32, the writing rank of every chunk; tensor i's chunks start at ``first_chunks[i]``."""
+    """``owner``: int32, the writing rank of every chunk; tensor i's chunks start at ``first_chunks[i]``.
+
+    ``replicated``: whether several ranks hold one piece of tensor i.
+    """
 
     grids: tuple[Grid, ...]
     first_chunks: Ints
     owner: npt.NDArray[np.int32]
+    replicated: npt.NDArray[np.bool_]
 
     def chunks_of(self, rank: int) -> Ints:
         """The chunks that a rank writes, in the order in which it writes them."""
@@ -48,8 +52,8 @@ class _Share:
 def plan_save(specs: Sequence[TensorSpec], tables: Sequence[PieceTable], *, chunk_bytes: int) -> SavePlan:
     """Grids for all tensors, and one owner for every chunk, so that the bytes written per rank are even.
 
-    ``tables[r]`` holds the pieces of rank r. Raises InvalidStateError, naming tensor and box, where
-    the pieces leave a gap or reach outside of the tensor.
+    ``tables[r]`` holds the pieces of rank r. Raises InvalidStateError, naming tensor, box and ranks,
+    where the pieces leave a gap, overlap without being replicas, or reach outside of the tensor.
     """
     grids: list[Grid] = []
     owners: list[npt.NDArray[np.int32]] = []
@@ -57,6 +61,7 @@ def plan_save(specs: Sequence[TensorSpec], tables: Sequence[PieceTable], *, chun
     shares: list[_Share] = []
     load = np.zeros(len(tables), dtype=np.int64)
     firsts = np.zeros(len(specs), dtype=np.int64)
+    replicated = np.zeros(len(specs), dtype=bool)
     first = num_rows = 0
     for number, (spec, pieces) in enumerate(zip(specs, group_by_tensor(tables, specs), strict=True)):
         _check_inside(spec, pieces)
@@ -74,11 +79,12 @@ def plan_save(specs: Sequence[TensorSpec], tables: Sequence[PieceTable], *, chun
         grids.append(grid)
         owners.append(owner)
         firsts[number] = first
+        replicated[number] = not alone.all()
         first += grid.num_chunks
     owner = np.concatenate([np.zeros(0, dtype=np.int32), *owners])
     if shares:
         owner[np.concatenate(rows)] = _share_out(shares, load.tolist(), num_rows)
-    return SavePlan(tuple(grids), firsts, owner)
+    return SavePlan(tuple(grids), firsts, owner, replicated)
 
 
 def _check_inside(spec: TensorSpec, pieces: TensorPieces) -> None:
@@ -86,7 +92,7 @@ def _check_inside(spec: TensorSpec, pieces: TensorPieces) -> None:
     if outside.any():
         row = int(np.nonzero(outside.any(axis=1))[0][0])
         box = Box(tuple(map(int, pieces.offset[row])), tuple(map(int, pieces.shape[row])))
-        ranks = pieces.holders(row).tolist()
+        ranks = _some(pieces.holders(row))
         raise InvalidStateError(f"tensor {spec.path!r}: piece {box} of ranks {ranks} reaches outside of {spec.shape}")
 
 
@@ -96,16 +102,72 @@ def _providers(spec: TensorSpec, grid: Grid, pieces: TensorPieces) -> tuple[Ints
     covered = np.zeros(grid.num_chunks, dtype=bool)
     covered[chunk] = True
     if not covered.all():
-        gap = grid.box(int(np.nonzero(~covered)[0][0]))
+        ranks = _some(np.unique(pieces.ranks))
         raise InvalidStateError(
-            f"tensor {spec.path!r}: no rank holds {gap} of {spec.shape}; every element must be held"
+            f"tensor {spec.path!r}: no rank holds {_gap(grid, covered)} of {spec.shape}; every element must be held"
+            f" (ranks that hold some: {ranks})"
         )
     if len(chunk) > grid.num_chunks:
-        # Pieces that overlap without being equal: the first of them provides the common chunks.
+        _check_overlaps(spec, grid, pieces, piece, chunk)
+        # Replicas that are cut in different ways: the first of them provides the common chunks.
         chunk, index = np.unique(chunk, return_index=True)
         order = np.argsort(piece[index], kind="stable")
         piece, chunk = piece[index][order], chunk[order]
     return piece, chunk
+
+
+def _gap(grid: Grid, covered: npt.NDArray[np.bool_]) -> Box:
+    """The first chunk that nobody holds, grown along every dim as far as nobody holds its neighbours."""
+    held = covered.reshape(grid.counts)
+    low = list(grid.index(int(np.nonzero(~covered)[0][0])))
+    high = [i + 1 for i in low]
+    for d, count in reversed(list(enumerate(grid.counts))):
+        span = [slice(a, b) for a, b in zip(low, high, strict=True)]
+        while high[d] < count:
+            span[d] = slice(high[d], high[d] + 1)
+            if held[tuple(span)].any():
+                break
+            high[d] += 1
+    offset = tuple(int(e[i]) for e, i in zip(grid.edges, low, strict=True))
+    end = tuple(int(e[i]) for e, i in zip(grid.edges, high, strict=True))
+    return Box(offset, tuple(b - a for a, b in zip(offset, end, strict=True)))
+
+
+def _check_overlaps(spec: TensorSpec, grid: Grid, pieces: TensorPieces, piece: Ints, chunk: Ints) -> None:
+    """Unequal pieces may only overlap where all are placed by DTensors, or declared as different replicas.
+
+    ``(piece, chunk)``: all pairs that meet. Raises InvalidStateError naming two pieces and their ranks.
+    """
+    shared = np.bincount(chunk, minlength=grid.num_chunks)[chunk] > 1
+    piece, chunk = piece[shared], chunk[shared]
+    holder_piece = np.repeat(np.arange(len(pieces.offset)), np.diff(pieces.starts))
+    numbers = np.unique(np.stack([holder_piece, pieces.replica], axis=1), axis=0)
+    first = np.searchsorted(numbers[:, 0], piece)
+    counts = np.searchsorted(numbers[:, 0], piece, side="right") - first
+    row = np.repeat(np.arange(len(piece)), counts)
+    within = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    piece, chunk, replica = piece[row], chunk[row], numbers[first[row] + within, 1]
+    order = np.lexsort([piece, replica, chunk])
+    piece, chunk, replica = piece[order], chunk[order], replica[order]
+    same = (replica[1:] == replica[:-1]) & (replica[1:] != PLACED)
+    mixed = (replica[1:] != replica[:-1]) & (replica[:-1] < 0)
+    clash = np.nonzero((chunk[1:] == chunk[:-1]) & (piece[1:] != piece[:-1]) & (same | mixed))[0]
+    if not len(clash):
+        return
+    a, b = sorted(piece[clash[0] : clash[0] + 2].tolist())
+    texts = [
+        f"{Box(tuple(pieces.offset[p].tolist()), tuple(pieces.shape[p].tolist()))} of ranks {_some(pieces.holders(p))}"
+        for p in (a, b)
+    ]
+    raise InvalidStateError(
+        f"tensor {spec.path!r}: piece {texts[0]} and piece {texts[1]} overlap without being equal; "
+        "cut all replicas alike, or give ShardedTensors of different cuts different replica numbers"
+    )
+
+
+def _some(ranks: Ints) -> str:
+    shown = ", ".join(map(str, ranks[:8].tolist()))
+    return f"[{shown}]" if len(ranks) <= 8 else f"[{shown}, ... {len(ranks)} in all]"
 
 
 def _shares(pieces: TensorPieces, piece: Ints, nbytes: Ints, first_row: int) -> Iterator[_Share]:

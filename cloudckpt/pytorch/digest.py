@@ -60,5 +60,6 @@ def compare_digests(ranks: Sequence[Digests]) -> None:
                 if digest != expected:
                     raise InvalidStateError(
                         f"{text!r} {box} counts as replicated, but ranks {first} and {rank} hold different values; "
-                        "give it a placement (DTensor), or wrap it in PerRank(...)"
+                        "say which part each rank holds (DTensor, ShardedTensor, ShardingRules), "
+                        "or wrap it in PerRank(...)"
                     )

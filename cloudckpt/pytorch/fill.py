@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -33,9 +34,11 @@ from cloudckpt.format.tree import (
     leaves,
     path_text,
 )
+from cloudckpt.pytorch.describe import Describer
 from cloudckpt.pytorch.optimizers import complete_state, group_differences
 from cloudckpt.pytorch.per_rank import PerRank, decode_inline, decode_rank_value
-from cloudckpt.pytorch.shards import LocalShard, check_writable, ndarray_shard, tensor_shard
+from cloudckpt.pytorch.sharded import ShardedTensor, fill_padding
+from cloudckpt.pytorch.shards import LocalShard, check_writable, ndarray_shard
 from cloudckpt.pytorch.state import is_stateful
 
 Finish = Callable[[], Any]
@@ -73,9 +76,11 @@ class Match:
     """Whether ``finish`` calls ``load_state_dict`` of an object, which may fail."""
 
 
-def match_state(state: Any, manifest: Manifest, *, rank: int, world_size: int, allow_pickle: bool) -> Match:
+def match_state(
+    state: Any, manifest: Manifest, *, rank: int, world_size: int, allow_pickle: bool, describer: Describer
+) -> Match:
     """Walk both trees. Differences are collected, not raised; InvalidStateError is for unusable targets."""
-    matcher = _Matcher(manifest, rank, world_size, allow_pickle)
+    matcher = _Matcher(manifest, rank, world_size, allow_pickle, describer)
     matcher.match.finish = matcher.walk(state, manifest.document.tree, (), ())
     _check_shared_memory(manifest, matcher.match.wants)
     return matcher.match
@@ -94,24 +99,35 @@ def _check_shared_memory(manifest: Manifest, wants: list[tuple[int, LocalShard]]
 
 
 class _Matcher:
-    def __init__(self, manifest: Manifest, rank: int, world_size: int, allow_pickle: bool) -> None:
+    def __init__(
+        self, manifest: Manifest, rank: int, world_size: int, allow_pickle: bool, describer: Describer
+    ) -> None:
         self.manifest = manifest
         self.rank = rank
         self.world_size = world_size
         self.allow_pickle = allow_pickle
+        self.describer = describer
         self.match = Match()
 
     def walk(self, target: Any, node: Node, path: TreePath, keys: values.Path) -> Finish:
         if isinstance(target, PerRank):
             return self.per_rank(target, node, path)
-        if isinstance(target, (torch.Tensor, np.ndarray)):
-            return self.array(target, node, path)
+        if isinstance(target, (torch.Tensor, ShardedTensor)):
+            return self.tensor(target, node, path, keys)
+        if isinstance(target, np.ndarray):
+            return self.ndarray(target, node, path)
         if is_stateful(target):
             self.match.has_objects = True
             state = target.state_dict()
             if isinstance(target, torch.optim.Optimizer):
                 self.match.problems.kinds.update(group_differences(state, node, path_text(path)))
-                complete_state(target, state, node, self.manifest)
+                complete_state(
+                    target,
+                    state,
+                    node,
+                    self.manifest,
+                    lambda inner, shape: self.describer.local_shape((*keys, *inner), shape),
+                )
             finish = self.walk(state, node, path, keys)
             return lambda: _load_into(target, finish())
         if isinstance(target, dict) and is_mapping(node):
@@ -123,33 +139,54 @@ class _Matcher:
             return lambda: (finish(), target)[1]
         return self.plain(target, node, path)
 
-    def array(self, target: Any, node: Node, path: TreePath) -> Finish:
+    def tensor(self, target: torch.Tensor | ShardedTensor, node: Node, path: TreePath, keys: values.Path) -> Finish:
         text = path_text(path)
-        shard = tensor_shard(target, text) if isinstance(target, torch.Tensor) else ndarray_shard(target, text)[0]
-        kind = "tensor" if isinstance(target, torch.Tensor) else "ndarray"
-        self.ask(node, path)
         if isinstance(target, DTensor):
             self.match.meshes.add(target.device_mesh)
-        if not is_array(node) or node["$"] != kind:
-            self.match.problems.kinds[text] = (_describe(node), kind)
+        number = self.array_number(node, path, "tensor")
+        if number is None:
+            self.describer.note(keys)
+            return lambda: target
+        entry = self.manifest.arrays[number]
+        shard = self.describer.shard(target, keys, text, global_shape=entry.shape, recorded=node.get("layout"))
+        check_writable(shard, target.local if isinstance(target, ShardedTensor) else target)
+        if entry.dtype != shard.dtype:
+            self.match.problems.dtypes[text] = (entry.dtype, shard.dtype)
+        if entry.shape != shard.shape:
+            self.match.problems.shapes[text] = (entry.shape, shard.shape)
+        self.match.wants.append((number, shard))
+
+        def finish() -> Any:
+            fill_padding(shard)
+            return target
+
+        return finish
+
+    def ndarray(self, target: npt.NDArray[Any], node: Node, path: TreePath) -> Finish:
+        text = path_text(path)
+        shard = ndarray_shard(target, text)[0]
+        number = self.array_number(node, path, "ndarray")
+        if number is None:
             return lambda: target
         check_writable(shard, target)
-        number = self.manifest.array_index[node["array"]]
         entry = self.manifest.arrays[number]
-        stored_dtype, dtype = (entry.dtype, shard.dtype) if kind == "tensor" else (node.get("numpy"), target.dtype.str)
-        if kind == "ndarray" and target.dtype.isbuiltin == 2:
-            dtype = target.dtype.name
+        stored_dtype, dtype = node.get("numpy"), target.dtype.name if target.dtype.isbuiltin == 2 else target.dtype.str
         if stored_dtype != dtype:
             self.match.problems.dtypes[text] = (stored_dtype, dtype)
         elif entry.dtype != shard.dtype:
             raise FormatError(f"{text!r}: a numpy array of {stored_dtype} does not fit its stored {entry.dtype} array")
-        if entry.shape != shard.shape and stored_dtype == dtype:
-            stored_shape = entry.shape if kind == "tensor" else tuple(node["shape"])
-            self.match.problems.shapes[text] = (stored_shape, tuple(target.shape))
-        elif stored_dtype != dtype and kind == "tensor" and entry.shape != shard.shape:
-            self.match.problems.shapes[text] = (entry.shape, shard.shape)
+        elif entry.shape != shard.shape:
+            self.match.problems.shapes[text] = (tuple(node["shape"]), tuple(target.shape))
         self.match.wants.append((number, shard))
         return lambda: target
+
+    def array_number(self, node: Node, path: TreePath, kind: str) -> int | None:
+        """The stored array that a target asks for; None where something else is stored there."""
+        self.ask(node, path)
+        if not is_array(node) or node["$"] != kind:
+            self.match.problems.kinds[path_text(path)] = (_describe(node), kind)
+            return None
+        return self.manifest.array_index[node["array"]]
 
     def per_rank(self, target: PerRank, node: Node, path: TreePath) -> Finish:
         text = path_text(path)
@@ -220,6 +257,8 @@ class _Matcher:
             for i, item in enumerate(target):
                 self.missing(item, (*path, str(i)), (*keys, i))
         else:
+            if isinstance(target, (torch.Tensor, ShardedTensor)):
+                self.describer.note(keys)
             self.match.problems.missing.append(path_text(path))
 
 
@@ -231,7 +270,7 @@ def _holds_targets(target: Any) -> bool:
         return any(_holds_targets(item) for item in target)
     if isinstance(target, (SimpleNamespace, Namespace)):
         return _holds_targets(vars(target))
-    return isinstance(target, (torch.Tensor, np.ndarray, PerRank)) or is_stateful(target)
+    return isinstance(target, (torch.Tensor, ShardedTensor, np.ndarray, PerRank)) or is_stateful(target)
 
 
 def _describe(node: Node) -> str:
@@ -266,7 +305,7 @@ def _rebuilt_tuple(target: Any, parts: dict[Any, Finish]) -> Any:
 
 def check_root(state: Any) -> None:
     """Raises InvalidStateError for a target that cannot be changed in place."""
-    if not (isinstance(state, (dict, list, torch.Tensor, np.ndarray, PerRank)) or is_stateful(state)):
+    if not (isinstance(state, (dict, list, torch.Tensor, ShardedTensor, np.ndarray, PerRank)) or is_stateful(state)):
         raise InvalidStateError(
             f"load() fills its target in place, which a {type(state).__name__} does not allow: pass a dict or a list"
         )

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from cloudckpt.format import values
 from cloudckpt.format.dtypes import DTYPES
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.tree import Node, children, is_array
 
+LocalShape = Callable[[values.Path, Sequence[int]], tuple[int, ...]]
+"""From the keys below the optimizer's state and a global shape to the shape that this rank has of it by rule."""
 
-def complete_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], node: Node, manifest: Manifest) -> None:
+
+def complete_state(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], node: Node, manifest: Manifest, local_shape: LocalShape
+) -> None:
     """Add to ``state`` (a fresh ``optimizer.state_dict()``) what only the checkpoint has, for parameters that exist.
 
-    A stored tensor of its parameter's shape is laid out like the parameter; others are held whole.
+    A stored tensor of which this rank holds its parameter's shape is laid out like the parameter; of
+    others the rank holds what its rule says, or the whole.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     stored = dict(_children(node)).get("state")
     for index, entries in _children(stored):
         if type(index) is int and 0 <= index < len(params) and index not in state["state"]:
-            state["state"][index] = {name: _blank(params[index], entry, manifest) for name, entry in _children(entries)}
+            state["state"][index] = {
+                name: _blank(params[index], entry, manifest, ("state", index, name), local_shape)
+                for name, entry in _children(entries)
+            }
 
 
 def group_differences(state: dict[str, Any], node: Node, text: str) -> dict[str, tuple[str, str]]:
@@ -41,14 +52,15 @@ def _children(node: Node) -> list[tuple[Any, Node]]:
     return [(key, child) for key, child in children(node) or () if isinstance(key, (str, int))]
 
 
-def _blank(param: torch.Tensor, node: Node, manifest: Manifest) -> Any:
+def _blank(param: torch.Tensor, node: Node, manifest: Manifest, keys: values.Path, local_shape: LocalShape) -> Any:
     """A target of the right kind; its values do not matter."""
     if not is_array(node) or node["$"] != "tensor":
         return None
     entry = manifest.arrays[manifest.array_index[node["array"]]]
     dtype = getattr(torch, entry.dtype) if entry.dtype in DTYPES else param.dtype
-    if tuple(param.shape) == entry.shape:
+    shape = entry.shape if isinstance(param, DTensor) else local_shape(keys, entry.shape)
+    if tuple(param.shape) == shape:
         return torch.zeros_like(param, dtype=dtype).detach()
     # Step counters stay on the host, where torch's optimizers make them.
     local = param.to_local() if isinstance(param, DTensor) else param
-    return torch.zeros(entry.shape, dtype=dtype, device="cpu" if not entry.shape else local.device)
+    return torch.zeros(shape, dtype=dtype, device="cpu" if not shape else local.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +19,16 @@ from cloudckpt.format.box import Box
 from cloudckpt.format.codec import Bytes1D
 from cloudckpt.format.dtypes import DTYPES, QUANTISED, from_numpy, numpy_name
 from cloudckpt.format.manifest import MeshEntry
-from cloudckpt.plan.shard import DimShard, PieceBox, Runs, dim_runs, nested_runs, pieces_from_runs
+from cloudckpt.plan.shard import (
+    PLACED,
+    UNPLACED,
+    DimShard,
+    PieceBox,
+    Runs,
+    dim_runs,
+    nested_runs,
+    pieces_from_runs,
+)
 from cloudckpt.pytorch.memory import Elements, array_bytes, array_elements, chunk_bytes, tensor_elements
 from cloudckpt.pytorch.scratch import Scratch
 
@@ -31,8 +41,10 @@ class LocalShard:
     """One rank's part of one tensor or numpy array, as it is stored.
 
     ``dtype`` and ``shape`` are those of the stored array, ``memory`` is the local part of it.
-    ``placed``: the caller said which part of the tensor this is (a DTensor); else it counts as a
-    copy of the whole that must be equal on all ranks.
+    ``placed``: the tensor itself says which part this is (a DTensor, a ShardedTensor); else ranks with
+    the same pieces must hold the same. ``replica``: the number that a ShardedTensor was given, None for
+    others. ``padding``: what a load puts where no piece is; None leaves it. ``layout``: what to record
+    of the rule that cut the tensor.
     """
 
     text: str
@@ -42,10 +54,20 @@ class LocalShard:
     memory: torch.Tensor | npt.NDArray[Any]
     placed: bool = False
     mesh: MeshEntry | None = None
+    replica: int | None = None
+    padding: bool | complex | None = None
+    layout: dict[str, Any] | None = None
 
     @property
     def itemsize(self) -> int:
         return DTYPES[self.dtype].itemsize
+
+    @property
+    def replica_number(self) -> int:
+        """As planning counts them."""
+        if self.replica is not None:
+            return self.replica
+        return PLACED if self.placed else UNPLACED
 
     @property
     def on_host(self) -> bool:
@@ -77,7 +99,7 @@ class LocalShard:
         return chunk_bytes(tensor_elements(part), Box((0,) * part.dim(), tuple(part.shape)), stored_shape, scratch)
 
     def local_box(self, box: Box) -> Box:
-        for piece in self.pieces:
+        for piece in self._pieces_around(box):
             if piece.box.intersect(box) == box:
                 start = tuple(
                     o - g + i for o, g, i in zip(box.offset, piece.global_offset, piece.local_offset, strict=True)
@@ -85,15 +107,28 @@ class LocalShard:
                 return Box(start, box.shape)
         raise AssertionError(f"{self.text}: {box} lies in no piece")
 
+    def _pieces_around(self, box: Box) -> Iterable[PieceBox]:
+        """The pieces that may hold the box: a search that does not compare one by one where there are many."""
+        if len(self.pieces) < 16 or not self.shape:
+            return self.pieces
+        offset, end = self._bounds
+        found = ((offset <= box.offset) & (end >= box.end)).all(axis=1)
+        return (self.pieces[i] for i in np.nonzero(found)[0].tolist())
+
+    @cached_property
+    def _bounds(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        offset = np.array([piece.global_offset for piece in self.pieces], dtype=np.int64)
+        return offset, offset + np.array([piece.shape for piece in self.pieces], dtype=np.int64)
+
 
 def tensor_shard(tensor: torch.Tensor, text: str) -> LocalShard:
     """``text`` is the dotted path, for messages. Raises InvalidStateError for what cannot be stored."""
     if isinstance(tensor, DTensor):
         return _dtensor_shard(tensor, text)
-    local = _plain(tensor, text)
+    local = plain_tensor(tensor, text)
     shape = tuple(local.shape)
     whole = PieceBox((0,) * len(shape), (0,) * len(shape), shape)
-    return LocalShard(text, _dtype_name(local, text), shape, (whole,), local)
+    return LocalShard(text, dtype_name(local, text), shape, (whole,), local)
 
 
 def ndarray_shard(array: npt.NDArray[Any], text: str) -> tuple[LocalShard, str]:
@@ -107,7 +142,7 @@ def ndarray_shard(array: npt.NDArray[Any], text: str) -> tuple[LocalShard, str]:
     return LocalShard(text, dtype, shape, (whole,), array), name
 
 
-def _plain(tensor: torch.Tensor, text: str) -> torch.Tensor:
+def plain_tensor(tensor: torch.Tensor, text: str) -> torch.Tensor:
     """A strided tensor of torch's own class, detached, whose memory is really there."""
     if is_lazy(tensor):
         raise InvalidStateError(f"{text!r}: the parameter is not initialised yet; run the lazy module once first")
@@ -133,7 +168,7 @@ def _plain(tensor: torch.Tensor, text: str) -> torch.Tensor:
     return local.resolve_conj().resolve_neg()
 
 
-def _dtype_name(tensor: torch.Tensor, text: str) -> str:
+def dtype_name(tensor: torch.Tensor, text: str) -> str:
     name = str(tensor.dtype).removeprefix("torch.")
     if name in QUANTISED:
         raise InvalidStateError(f"{text!r}: quantised tensors ({name}) are not supported; store int_repr() and scales")
@@ -144,11 +179,11 @@ def _dtype_name(tensor: torch.Tensor, text: str) -> str:
 
 def _dtensor_shard(tensor: DTensor, text: str) -> LocalShard:
     mesh = tensor.device_mesh
-    local = _plain(tensor.to_local(), text)
+    local = plain_tensor(tensor.to_local(), text)
     shape = tuple(tensor.shape)
     coordinate = mesh.get_coordinate()
     entry = MeshEntry(shape=tuple(mesh.shape), dim_names=tuple(mesh.mesh_dim_names or ()))
-    shard = LocalShard(text, _dtype_name(local, text), shape, (), local, placed=True, mesh=entry)
+    shard = LocalShard(text, dtype_name(local, text), shape, (), local, placed=True, mesh=entry)
     _check_placements(tensor, text)
     if coordinate is None:  # this rank is outside of the mesh
         return shard

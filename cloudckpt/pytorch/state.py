@@ -15,8 +15,10 @@ from cloudckpt.format.manifest import MeshEntry
 from cloudckpt.format.tree import key_token
 from cloudckpt.plan.shard import PieceTable
 from cloudckpt.plan.tree import LeafSpec, RankTree
+from cloudckpt.pytorch.describe import Describer
 from cloudckpt.pytorch.per_rank import PerRank, encode_per_rank
-from cloudckpt.pytorch.shards import LocalShard, ndarray_shard, tensor_shard
+from cloudckpt.pytorch.sharded import ShardedTensor
+from cloudckpt.pytorch.shards import LocalShard, ndarray_shard
 
 
 @runtime_checkable
@@ -45,9 +47,9 @@ class RankState:
         return tuple(sorted(found, key=lambda mesh: (mesh.shape, mesh.dim_names)))
 
 
-def encode_state(state: Any, *, allow_pickle: bool) -> RankState:
+def encode_state(state: Any, *, allow_pickle: bool, describer: Describer) -> RankState:
     """Raises InvalidStateError, naming the path, for anything that cannot be stored."""
-    collector = _Collector(allow_pickle)
+    collector = _Collector(allow_pickle, describer)
     node = values.encode(state, leaf=collector.leaf, allow_pickle=allow_pickle)
     return RankState(RankTree(node, tuple(collector.specs)), collector.shards)
 
@@ -55,20 +57,30 @@ def encode_state(state: Any, *, allow_pickle: bool) -> RankState:
 def piece_table(shards: Mapping[str, LocalShard], order: Mapping[str, int]) -> PieceTable:
     """The pieces of this rank's shards; ``order``: id to tensor number."""
     held = sorted((order[i], shard) for i, shard in shards.items() if i in order)
-    return PieceTable.build((number, piece.box) for number, shard in held for piece in shard.pieces)
+    replicas = {number: shard.replica_number for number, shard in held}
+    return PieceTable.build(((number, piece.box) for number, shard in held for piece in shard.pieces), replicas)
+
+
+_RULE_NOTE = (
+    "; its rule takes the shares of all ranks for equal: where they are not, "
+    "state the extent of the dim as its one segment"
+)
 
 
 class _Collector:
-    def __init__(self, allow_pickle: bool) -> None:
+    def __init__(self, allow_pickle: bool, describer: Describer) -> None:
         self.allow_pickle = allow_pickle
+        self.describer = describer
         self.specs: list[LeafSpec] = []
         self.shards: dict[str, LocalShard] = {}
         self._seen: dict[tuple[Any, ...], str] = {}
         self._kept: list[Any] = []
 
     def leaf(self, path: values.Path, obj: Any) -> values.Node:
-        if isinstance(obj, torch.Tensor):
-            return {"$": "tensor", "array": self._add(path, tensor_shard(obj, values.dotted(path)))}
+        if isinstance(obj, (torch.Tensor, ShardedTensor)):
+            shard = self.describer.shard(obj, path, values.dotted(path))
+            layout = {} if shard.layout is None else {"layout": shard.layout}
+            return {"$": "tensor", "array": self._add(path, shard)} | layout
         if isinstance(obj, np.ndarray):
             if type(obj) is not np.ndarray:
                 raise InvalidStateError(f"{values.dotted(path)!r}: unsupported numpy subclass {type(obj).__qualname__}")
@@ -93,6 +105,7 @@ class _Collector:
                 shape=shard.shape,
                 checked=not shard.placed,
                 alias_of=alias if alias != name else None,
+                note=_RULE_NOTE if shard.layout is not None else "",
             )
         )
         # Kept for aliases too: another rank may not have them tied.

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from cloudckpt.errors import InvalidStateError, MismatchError
 from cloudckpt.format.tree import TreePath, path_text
+from cloudckpt.plan.rules import ShardingRules, check_all_matched
 from cloudckpt.pytorch.fill import Problems
 from cloudckpt.pytorch.links import NamedSet
 
@@ -36,13 +37,15 @@ class Sharing:
 class Wish:
     """One rank's part of the comparison. ``asked``: a bit for every stored leaf, in tree order.
 
-    ``arguments``: what all ranks must have called the function with. ``sharing``: None if the rank reads by itself.
+    ``arguments``: what all ranks must have called the function with. ``matched``: numbers of sharding rules.
+    ``sharing``: None if the rank reads by itself.
     """
 
     asked: bytes
     problems: Problems
     arguments: tuple[tuple[str, Any], ...]
     has_objects: bool
+    matched: tuple[int, ...]
     sharing: Sharing | None
 
 
@@ -68,12 +71,15 @@ class Verdict:
     reason: str
 
 
-def judge(wishes: Sequence[Wish], stored: Sequence[TreePath], where: str, *, strict: bool) -> Verdict:
+def judge(
+    wishes: Sequence[Wish], stored: Sequence[TreePath], where: str, *, strict: bool, rules: ShardingRules | None
+) -> Verdict:
     """On the coordinator: all ranks' differences at once. Raises MismatchError, or InvalidStateError for the call."""
     for rank, wish in enumerate(wishes):
         for (name, first), (_, own) in zip(wishes[0].arguments, wish.arguments, strict=True):
             if first != own:
                 raise InvalidStateError(f"load() got {name}={first!r} on rank 0 but {name}={own!r} on rank {rank}")
+    check_all_matched(rules, [wish.matched for wish in wishes], map(path_text, stored))
     asked = np.zeros(len(stored), dtype=bool)
     problems = Problems()
     for wish in wishes:

@@ -59,3 +59,38 @@ def save_equal(url: str) -> int:
 def test_equal_ones_are_stored_once(ranks: RankPool, tmp_path: Path):
     assert ranks.run(2, save_equal, str(tmp_path / "c")) == [12, 12]  # 8 bytes and a checksum
     assert cloudckpt.read(tmp_path / "c")["w"].tolist() == [0.0, 1.0]
+
+
+# 4 experts over ep=2, described: by rules for stacked ones, or by global names.
+
+EP2 = cloudckpt.ParallelConfig(dp_shard=2, ep=2)
+EP_RULES = cloudckpt.ShardingRules([("experts.w", {"ep": 0})], EP2)
+
+
+def stacked_experts(first: int) -> dict[str, dict[str, torch.Tensor]]:
+    return {"experts": {"w": torch.stack([torch.full((3,), float(first + i)) for i in range(2)])}}
+
+
+def save_described(folder: str) -> None:
+    first = 2 * dist.get_rank()
+    cloudckpt.save(stacked_experts(first), f"{folder}/stacked", rules=EP_RULES)
+    cloudckpt.save(
+        {"experts": {str(first + int(i)): w for i, w in own_experts()["experts"].items()}}, f"{folder}/named"
+    )
+
+
+def load_described(folder: str) -> list[list[float]]:
+    first = 2 * dist.get_rank()
+    stacked = stacked_experts(90)
+    cloudckpt.load(stacked, f"{folder}/stacked", rules=EP_RULES)
+    named = {"experts": {str(first + i): torch.zeros(3) for i in range(2)}}
+    cloudckpt.load(named, f"{folder}/named")
+    return [stacked["experts"]["w"][:, 0].tolist(), [float(w[0]) for w in named["experts"].values()]]
+
+
+def test_with_rules_or_global_names_every_rank_keeps_its_experts(ranks: RankPool, tmp_path: Path):
+    ranks.run(2, save_described, str(tmp_path))
+    assert ranks.run(2, load_described, str(tmp_path)) == [[[0.0, 1.0]] * 2, [[2.0, 3.0]] * 2]
+    assert cloudckpt.read(tmp_path / "stacked")["experts"]["w"][:, 0].tolist() == [0, 1, 2, 3]
+    named = cloudckpt.read(tmp_path / "named")["experts"]
+    assert {name: w.tolist() for name, w in named.items()} == {str(i): [float(i)] * 3 for i in range(4)}

@@ -15,7 +15,16 @@ from cloudckpt.format.grid import Grid
 from cloudckpt.plan.coalesce import FRAMING_BYTES, coalesce
 from cloudckpt.plan.grid import build_grid
 from cloudckpt.plan.reads import StoredChunks, plan_load
-from cloudckpt.plan.shard import DimShard, PieceTable, TensorSpec, dim_runs, group_by_tensor, pieces_from_runs
+from cloudckpt.plan.shard import (
+    PLACED,
+    UNPLACED,
+    DimShard,
+    PieceTable,
+    TensorSpec,
+    dim_runs,
+    group_by_tensor,
+    pieces_from_runs,
+)
 from cloudckpt.plan.writes import SavePlan, plan_save
 
 ITEMSIZE = 4
@@ -193,11 +202,71 @@ def test_a_piece_outside_is_named() -> None:
         plan_save([TensorSpec("w", (10,), 4)], [table(Box((0,), (8,))), table(Box((8,), (4,)))], chunk_bytes=64)
 
 
-def test_pieces_that_overlap_are_written_once() -> None:
+def numbered(replica: int, *boxes: Box) -> PieceTable:
+    return PieceTable.build(((0, box) for box in boxes), {0: replica})
+
+
+@pytest.mark.parametrize(("first", "second"), [(PLACED, PLACED), (0, 1), (3, 0)])
+def test_replicas_that_are_cut_in_other_ways_are_written_once(first: int, second: int) -> None:
     spec = TensorSpec("w", (8,), 4)
-    plan = plan_save([spec], [table(Box((0,), (8,))), table(Box((4,), (4,)))], chunk_bytes=64)
+    plan = plan_save([spec], [numbered(first, Box((0,), (8,))), numbered(second, Box((4,), (4,)))], chunk_bytes=64)
     assert 4 in plan.grids[0].edges[0]
     assert plan.owner[: plan.grids[0].num_chunks // 2].tolist() == [0] * (plan.grids[0].num_chunks // 2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(0, 0), (UNPLACED, UNPLACED), (UNPLACED, PLACED), (1, UNPLACED), (PLACED, 2)]
+)
+def test_other_pieces_that_overlap_are_named_with_their_ranks(first: int, second: int) -> None:
+    spec = TensorSpec("model.w", (8, 2), 4)
+    whole, half = Box((0, 0), (8, 2)), Box((4, 0), (4, 2))
+    tables = [numbered(first, whole), numbered(second, half), numbered(first, whole)]
+    with pytest.raises(InvalidStateError) as caught:
+        plan_save([spec], tables, chunk_bytes=64)
+    assert "tensor 'model.w': piece [0:8, 0:2] of ranks [0, 2] and piece [4:8, 0:2] of ranks [1] overlap" in str(
+        caught.value
+    )
+
+
+def test_equal_pieces_are_replicas_whatever_their_numbers() -> None:
+    spec = TensorSpec("w", (8,), 4)
+    halves = Box((0,), (4,)), Box((4,), (4,))
+    plan = plan_save([spec], [numbered(0, *halves), numbered(0, *halves), numbered(5, *halves)], chunk_bytes=64)
+    assert set(plan.owner.tolist()) == {0, 1, 2}
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3), st.integers(1, 4)), max_size=5), st.integers(2, 16))
+def test_overlaps_are_refused_just_where_they_are_no_replicas(
+    held: list[tuple[int, int, int]], chunk_bytes: int
+) -> None:
+    """Rank 0 holds all as a replica of its own; the others what they hold, as replica 0 or 1."""
+    boxes = [(replica, Box((start,), (stop - start,))) for replica, start, stop in held if start < stop]
+    tables = [numbered(7, Box((0,), (4,))), *(numbered(replica, box) for replica, box in boxes)]
+    clash = any(
+        a != b and r == s and a.intersect(b) is not None for i, (r, a) in enumerate(boxes) for s, b in boxes[:i]
+    )
+    if clash:
+        with pytest.raises(InvalidStateError, match="overlap without being equal"):
+            plan_save([TensorSpec("w", (4,), 1)], tables, chunk_bytes=chunk_bytes)
+    else:
+        plan_save([TensorSpec("w", (4,), 1)], tables, chunk_bytes=chunk_bytes)
+
+
+def test_plans_say_which_tensors_have_replicas() -> None:
+    specs = [TensorSpec(name, (8,), 4) for name in ("cut", "copied", "partly")]
+    low, high, whole = Box((0,), (4,)), Box((4,), (4,)), Box((0,), (8,))
+    tables = [
+        PieceTable.build([(0, low), (1, whole), (2, low), (2, high)]),
+        PieceTable.build([(0, high), (1, whole), (2, high)]),
+    ]
+    assert plan_save(specs, tables, chunk_bytes=16).replicated.tolist() == [False, True, True]
+
+
+def test_a_gap_is_named_in_full_with_the_ranks_that_hold_the_rest() -> None:
+    spec = TensorSpec("w", (1024, 1024), 4)
+    tables = [table(Box((0, 0), (512, 1024))), table(Box((512, 0), (512, 256)), Box((512, 768), (512, 256)))]
+    with pytest.raises(InvalidStateError, match=r"'w': no rank holds \[512:1024, 256:768\].*some: \[0, 1\]"):
+        plan_save([spec], tables, chunk_bytes=4096)
 
 
 def test_large_tensors_can_be_sliced_along_any_dim() -> None:

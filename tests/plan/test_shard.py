@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +11,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from cloudckpt.format.box import Box
+from cloudckpt.plan.overlap import first_overlap, uncovered
 from cloudckpt.plan.shard import (
     DimShard,
     PieceTable,
@@ -95,3 +97,31 @@ def test_group_by_tensor_puts_equal_pieces_together() -> None:
 def test_empty_pieces_are_left_out() -> None:
     table = PieceTable.build([(0, Box((0, 3), (5, 0))), (1, Box((1,), (1,)))])
     assert table.tensor.tolist() == [1]
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> list[Box]:
+    dims = draw(st.integers(0, 3))
+    spans = st.tuples(*(st.integers(0, 6) for _ in range(dims))), st.tuples(*(st.integers(1, 3) for _ in range(dims)))
+    return [Box(*pair) for pair in draw(st.lists(st.tuples(*spans), max_size=12))]
+
+
+@given(boxes())
+def test_first_overlap_finds_one_if_there_is_one(some: list[Box]) -> None:
+    meeting = {(i, j) for j in range(len(some)) for i in range(j) if some[i].intersect(some[j]) is not None}
+    found = first_overlap(some)
+    assert found in meeting if meeting else found is None
+
+
+@given(boxes())
+def test_uncovered_is_the_rest(some: list[Box]) -> None:
+    dims = len(some[0].shape) if some else 1
+    count = np.zeros((9,) * dims, dtype=int)
+    for box in some:
+        count[box.slices] = 1
+    offset = np.array([box.offset for box in some], dtype=np.int64).reshape(len(some), dims)
+    shape = np.array([box.shape for box in some], dtype=np.int64).reshape(len(some), dims)
+    for box in uncovered(count.shape, offset, shape):
+        assert (count[box.slices] == 0).all()
+        count[box.slices] = 1
+    assert (count == 1).all()
