@@ -13,15 +13,28 @@ if TYPE_CHECKING:
     from cloudckpt.checkpoint import Checkpoint, open_checkpoint
     from cloudckpt.config import Config
     from cloudckpt.interop.zarr_view import open_zarr
+    from cloudckpt.plan.changes import Resize
+    from cloudckpt.plan.flat import FlatLayout, FlatParam
+    from cloudckpt.plan.rename import Concatenate, Split, Stack, Transpose, Unstack
+    from cloudckpt.pytorch.flat import FlatShards
     from cloudckpt.pytorch.per_rank import PerRank
 
 # Names are imported when they are first used: the command line and the format layer work without torch.
 _HOMES = {
     "Checkpoint": "cloudckpt.checkpoint",
     "Commit": "cloudckpt._save",
+    "Concatenate": "cloudckpt.plan.rename",
     "Config": "cloudckpt.config",
+    "FlatLayout": "cloudckpt.plan.flat",
+    "FlatParam": "cloudckpt.plan.flat",
+    "FlatShards": "cloudckpt.pytorch.flat",
     "LoadReport": "cloudckpt._load",
     "PerRank": "cloudckpt.pytorch.per_rank",
+    "Resize": "cloudckpt.plan.changes",
+    "Split": "cloudckpt.plan.rename",
+    "Stack": "cloudckpt.plan.rename",
+    "Transpose": "cloudckpt.plan.rename",
+    "Unstack": "cloudckpt.plan.rename",
     "errors": "cloudckpt.errors",
     "load": "cloudckpt._load",
     "open_checkpoint": "cloudckpt.checkpoint",
@@ -33,9 +46,18 @@ _HOMES = {
 __all__ = [
     "Checkpoint",
     "Commit",
+    "Concatenate",
     "Config",
+    "FlatLayout",
+    "FlatParam",
+    "FlatShards",
     "LoadReport",
     "PerRank",
+    "Resize",
+    "Split",
+    "Stack",
+    "Transpose",
+    "Unstack",
     "errors",
     "load",
     "open_checkpoint",

@@ -16,7 +16,9 @@ from cloudckpt.config import Config
 from cloudckpt.errors import InvalidStateError, MismatchError
 from cloudckpt.format.manifest import Manifest, decode_manifest
 from cloudckpt.format.tree import TreePath, leaves, path_text
+from cloudckpt.plan.changes import Cast, Changes, Resizes
 from cloudckpt.plan.reads import StoredChunks, plan_load
+from cloudckpt.plan.rename import Rules, View, describe_rules, renamed
 from cloudckpt.progress import Progress, start_progress
 from cloudckpt.pytorch.fill import Match, Problems, check_root, match_state
 from cloudckpt.pytorch.group import Group, make_group
@@ -34,7 +36,8 @@ class LoadReport:
     """What a load did, over all ranks.
 
     ``missing``: keys of the target that are not stored; ``unexpected``: stored keys that no rank
-    asked for (dotted paths; both empty unless ``strict=False``). ``bytes_needed``: distinct stored
+    asked for (dotted paths; both empty unless ``strict=False``). ``cast`` and ``resized``: dtypes and
+    shapes that were changed on request, ``(stored, target)`` by dotted path. ``bytes_needed``: distinct stored
     bytes that the job wanted; ``bytes_fetched``: what it got from the store; ``bytes_sent``: what
     ranks passed on. ``num_requests`` counts the manifest's, too. ``seconds``: by stage, of the slowest rank.
     """
@@ -47,6 +50,8 @@ class LoadReport:
     bytes_sent: int
     num_requests: int
     seconds: dict[str, float] = field(default_factory=dict)
+    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
+    resized: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -55,17 +60,22 @@ class _Wish:
 
     asked: bytes
     problems: Problems
-    arguments: tuple[str, bool]
+    arguments: tuple[str, bool, str, str]
     has_objects: bool
+    cast: dict[str, tuple[str, str]]
+    resized: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    patterns: frozenset[str]
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What ``strict=False`` forgives, and whether any rank has objects to load into."""
+    """What ``strict=False`` forgives, what is changed on request, and whether any rank has objects to load into."""
 
     missing: list[str]
     unexpected: list[str]
     has_objects: bool
+    cast: dict[str, tuple[str, str]]
+    resized: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -83,10 +93,11 @@ def load(
     url: str | os.PathLike[str],
     *,
     strict: bool = True,
-    cast: bool = False,
+    cast: Cast = False,
     exchange: Literal["auto", "none"] = "auto",
     rules: None = None,
-    rename: None = None,
+    rename: Rules | None = None,
+    resize: Resizes | None = None,
     storage_options: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
     allow_pickle: bool = False,
@@ -99,7 +110,13 @@ def load(
     objects get ``load_state_dict``. The layout of the targets need not be that of the job that
     saved. Everything is compared before anything is changed: MismatchError lists all differences
     over all ranks. ``strict=False`` forgives missing and unexpected keys, nothing else. Nothing is
-    resized, broadcast or cast.
+    resized, broadcast or cast unasked.
+
+    ``rename``: rules that turn the stored state into one of other names and other cuts, see
+    `cloudckpt.plan.rename`. ``cast=True``: bfloat16, float16, float32 and float64 may become each
+    other, with the values of ``Tensor.to``; names, such as ``"float8_e4m3fn"``, allow these types,
+    too. ``resize``: by pattern, a fill value, None or a `Resize`: the stored tensor may have other
+    extents. All three must be equal on all ranks.
 
     Every chunk that is read is verified. If reading fails half-way (StoreError, CorruptChunkError,
     RankError), tensors may have been filled in part, plain values not at all: do not train on it.
@@ -111,7 +128,7 @@ def load(
     opened: list[Store] = []
 
     def begin() -> None:
-        _check_options(cast, exchange, rules, rename)
+        _check_options(exchange, rules)
         check_root(state)
         opened.append(resolve(url, storage_options, config))
 
@@ -120,19 +137,47 @@ def load(
         store = opened[0]
         manifest = decode_manifest(data, store.url)
         seconds["manifest"] = time.perf_counter() - start
-        stored = [path for path, _ in leaves(manifest.document.tree)]
+        views: list[View] = []
         matches: list[Match] = []
 
         def compare() -> _Wish:
-            match = match_state(state, manifest, rank=ranks.rank, world_size=ranks.size, allow_pickle=allow_pickle)
+            changes = Changes.of(cast, resize)
+            view = renamed(manifest, rename)
+            match = match_state(
+                state,
+                manifest,
+                rank=ranks.rank,
+                world_size=ranks.size,
+                allow_pickle=allow_pickle,
+                view=view,
+                changes=changes,
+            )
+            views.append(view)
             matches.append(match)
-            asked = np.array([path in match.asked for path in stored], dtype=bool)
-            return _Wish(np.packbits(asked).tobytes(), match.problems, (os.fspath(url), strict), match.has_objects)
+            asked = np.array([path in match.asked for path, _ in leaves(view.tree)], dtype=bool)
+            return _Wish(
+                np.packbits(asked).tobytes(),
+                match.problems,
+                (os.fspath(url), strict, str(changes), describe_rules(rename, view)),
+                match.has_objects,
+                match.cast,
+                match.resized,
+                frozenset(match.patterns),
+            )
 
-        verdict = ranks.round(compare, lambda wishes: _judge(wishes, stored, store.url, strict))
+        def judge(wishes: Sequence[_Wish]) -> _Verdict:
+            _check_alike(wishes, resize)
+            return _judge(wishes, [path for path, _ in leaves(views[0].tree)], store.url, strict)
+
+        verdict = ranks.round(compare, judge)
         report = _read(ranks, store, manifest, matches[0], progress, config, seconds)
-
-        report = replace(report, missing=verdict.missing, unexpected=verdict.unexpected)
+        report = replace(
+            report,
+            missing=verdict.missing,
+            unexpected=verdict.unexpected,
+            cast=verdict.cast,
+            resized=verdict.resized,
+        )
 
         def finish() -> None:
             matches[0].finish()
@@ -146,22 +191,27 @@ def load(
             store.close()
 
 
-def _check_options(cast: bool, exchange: str, rules: object, rename: object) -> None:
-    if cast:
-        raise InvalidStateError("cast=True is not supported by this version: load into the stored dtype and convert")
+def _check_options(exchange: str, rules: object) -> None:
     if exchange not in ("auto", "none"):
         raise InvalidStateError(f"exchange must be 'auto' or 'none' in this version, not {exchange!r}")
-    if rules is not None or rename is not None:
-        raise InvalidStateError("rules and rename are not supported by this version")
+    if rules is not None:
+        raise InvalidStateError("rules are not supported by this version")
 
 
-def _judge(wishes: Sequence[_Wish], stored: list[TreePath], where: str, strict: bool) -> _Verdict:
-    """On the coordinator: all ranks' differences at once."""
+def _check_alike(wishes: Sequence[_Wish], resize: Resizes | None) -> None:
+    """On the coordinator: all ranks were called alike, and every pattern names something on one of them."""
     for rank, wish in enumerate(wishes):
         if wish.arguments != wishes[0].arguments:
             raise InvalidStateError(
                 f"load() was called with {wishes[0].arguments} on rank 0 but {wish.arguments} on rank {rank}"
             )
+    idle = [pattern for pattern in resize or () if not any(pattern in wish.patterns for wish in wishes)]
+    if idle:
+        raise InvalidStateError(f"resize: nothing in the target matches {', '.join(map(repr, idle))}")
+
+
+def _judge(wishes: Sequence[_Wish], stored: list[TreePath], where: str, strict: bool) -> _Verdict:
+    """On the coordinator: all ranks' differences at once."""
     asked = np.zeros(len(stored), dtype=bool)
     problems = Problems()
     for wish in wishes:
@@ -174,7 +224,13 @@ def _judge(wishes: Sequence[_Wish], stored: list[TreePath], where: str, strict: 
     unexpected = [path_text(path) for path, was_asked in zip(stored, asked, strict=True) if not was_asked]
     forgiven = not strict and not (problems.shapes or problems.dtypes or problems.kinds)
     if forgiven or not (problems.missing or unexpected or problems.shapes or problems.dtypes or problems.kinds):
-        return _Verdict(problems.missing, unexpected, any(wish.has_objects for wish in wishes))
+        return _Verdict(
+            problems.missing,
+            unexpected,
+            any(wish.has_objects for wish in wishes),
+            {path: dtypes for wish in wishes for path, dtypes in wish.cast.items()},
+            {path: shapes for wish in wishes for path, shapes in wish.resized.items()},
+        )
     raise _mismatch(problems, unexpected, where, strict)
 
 

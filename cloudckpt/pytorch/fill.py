@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, MutableMapping, MutableSequence
+from collections.abc import Callable, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -31,10 +31,16 @@ from cloudckpt.format.tree import (
     leaves,
     path_text,
 )
+from cloudckpt.plan.changes import Changes, fits
+from cloudckpt.plan.rename import View, renamed
+from cloudckpt.plan.virtual import VirtualArray
+from cloudckpt.pytorch.flat import FlatShard, FlatShards
 from cloudckpt.pytorch.optimizers import complete_state, group_differences
 from cloudckpt.pytorch.per_rank import PerRank, decode_inline, decode_rank_value
+from cloudckpt.pytorch.resize import resized
 from cloudckpt.pytorch.shards import LocalShard, check_writable, ndarray_shard, tensor_shard
 from cloudckpt.pytorch.state import is_stateful
+from cloudckpt.pytorch.views import stored_wants
 
 Finish = Callable[[], Any]
 """Puts plain values in place below; returns what now stands here."""
@@ -52,20 +58,48 @@ class Problems:
 
 @dataclass(eq=False)
 class Match:
-    """``wants``: (array number, shard to fill). ``asked``: the stored leaves that the target has a place for."""
+    """``wants``: (number of a stored array, shard to fill); several where a target is made of several arrays or boxes.
+
+    ``asked``: the leaves of the (renamed) stored tree that the target has a place for. ``cast`` and
+    ``resized``: ``(stored, target)`` dtypes and shapes, by dotted path, where they differ and may;
+    ``patterns``: those of ``resize`` that name something in the target.
+    """
 
     wants: list[tuple[int, LocalShard]] = field(default_factory=list)
     asked: set[TreePath] = field(default_factory=set)
+    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
+    resized: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    patterns: set[str] = field(default_factory=set)
     problems: Problems = field(default_factory=Problems)
     finish: Finish = lambda: None
     has_objects: bool = False
     """Whether ``finish`` calls ``load_state_dict`` of an object, which may fail."""
 
 
-def match_state(state: Any, manifest: Manifest, *, rank: int, world_size: int, allow_pickle: bool) -> Match:
-    """Walk both trees. Differences are collected, not raised; InvalidStateError is for unusable targets."""
-    matcher = _Matcher(manifest, rank, world_size, allow_pickle)
-    matcher.match.finish = matcher.walk(state, manifest.document.tree, (), ())
+def match_state(
+    state: Any,
+    manifest: Manifest,
+    *,
+    rank: int,
+    world_size: int,
+    allow_pickle: bool,
+    view: View | None = None,
+    changes: Changes | None = None,
+) -> Match:
+    """Walk both trees. Differences are collected, not raised; InvalidStateError is for unusable targets.
+
+    ``view``: the stored state under the names that the target has; without it, its own.
+    """
+    view = view or renamed(manifest, None)
+    matcher = _Matcher(view, changes or Changes(), rank, world_size, allow_pickle)
+    finish = matcher.walk(state, view.tree, (), ())
+
+    def fill_and_finish() -> Any:
+        for fill in matcher.fills:
+            fill()
+        return finish()
+
+    matcher.match.finish = fill_and_finish
     _check_shared_memory(manifest, matcher.match.wants)
     return matcher.match
 
@@ -83,24 +117,31 @@ def _check_shared_memory(manifest: Manifest, wants: list[tuple[int, LocalShard]]
 
 
 class _Matcher:
-    def __init__(self, manifest: Manifest, rank: int, world_size: int, allow_pickle: bool) -> None:
-        self.manifest = manifest
+    def __init__(self, view: View, changes: Changes, rank: int, world_size: int, allow_pickle: bool) -> None:
+        self.view = view
+        self.changes = changes
         self.rank = rank
         self.world_size = world_size
         self.allow_pickle = allow_pickle
         self.match = Match()
+        self.fills: list[Callable[[], None]] = []
 
     def walk(self, target: Any, node: Node, path: TreePath, keys: values.Path) -> Finish:
         if isinstance(target, PerRank):
             return self.per_rank(target, node, path)
         if isinstance(target, (torch.Tensor, np.ndarray)):
             return self.array(target, node, path)
+        if isinstance(target, FlatShard):
+            return self.flat(target, node, path)
+        if isinstance(target, FlatShards):
+            finish = self.walk(dict(target), node, path, keys)
+            return lambda: (finish(), target)[1]
         if is_stateful(target):
             self.match.has_objects = True
             state = target.state_dict()
             if isinstance(target, torch.optim.Optimizer):
                 self.match.problems.kinds.update(group_differences(state, node, path_text(path)))
-                complete_state(target, state, node, self.manifest)
+                complete_state(target, state, node, self.view)
             finish = self.walk(state, node, path, keys)
             return lambda: _load_into(target, finish())
         if isinstance(target, dict) and is_mapping(node):
@@ -121,22 +162,58 @@ class _Matcher:
             self.match.problems.kinds[text] = (_describe(node), kind)
             return lambda: target
         check_writable(shard, target)
-        number = self.manifest.array_index[node["array"]]
-        entry = self.manifest.arrays[number]
-        stored_dtype, dtype = (entry.dtype, shard.dtype) if kind == "tensor" else (node.get("numpy"), target.dtype.str)
-        if kind == "ndarray" and target.dtype.isbuiltin == 2:
-            dtype = target.dtype.name
+        array = self.view.array(node)
+        if kind == "tensor":
+            self.fill(text, array, [shard], shard.shape)
+            return lambda: target
+        stored_dtype, dtype = node.get("numpy"), target.dtype.name if target.dtype.isbuiltin == 2 else target.dtype.str
         if stored_dtype != dtype:
             self.match.problems.dtypes[text] = (stored_dtype, dtype)
-        elif entry.dtype != shard.dtype:
-            raise FormatError(f"{text!r}: a numpy array of {stored_dtype} does not fit its stored {entry.dtype} array")
-        if entry.shape != shard.shape and stored_dtype == dtype:
-            stored_shape = entry.shape if kind == "tensor" else tuple(node["shape"])
-            self.match.problems.shapes[text] = (stored_shape, tuple(target.shape))
-        elif stored_dtype != dtype and kind == "tensor" and entry.shape != shard.shape:
-            self.match.problems.shapes[text] = (entry.shape, shard.shape)
-        self.match.wants.append((number, shard))
+        elif array.dtype != shard.dtype:
+            raise FormatError(f"{text!r}: a numpy array of {stored_dtype} does not fit its stored {array.dtype} array")
+        elif array.shape != shard.shape and shard.shape != target.shape:
+            self.match.problems.shapes[text] = (tuple(node["shape"]), tuple(target.shape))
+        else:
+            self.fill(text, array, [shard], shard.shape)
         return lambda: target
+
+    def flat(self, target: FlatShard, node: Node, path: TreePath) -> Finish:
+        text = path_text(path)
+        self.ask(node, path)
+        if not is_array(node) or node["$"] != "tensor":
+            self.match.problems.kinds[text] = (_describe(node), "tensor")
+            return lambda: target
+        array = self.view.array(node)
+        if array.shape == target.shape and self.dtypes_fit(text, array.dtype, target.stored(text).dtype):
+            self.match.wants += target.wants(array, text)
+        else:
+            self.fill(text, array, target.boxes(text), target.shape)
+        return lambda: target
+
+    def fill(self, text: str, array: VirtualArray, shards: Sequence[LocalShard], shape: tuple[int, ...]) -> None:
+        """``shards``: what this rank has of a target of ``shape``, each with a memory of its own."""
+        fitting = not shards or self.dtypes_fit(text, array.dtype, shards[0].dtype)
+        found = self.changes.resize(text)
+        if found is not None:
+            self.match.patterns.add(found[0])
+        if array.shape != shape and (found is None or not fits(array.shape, shape, found[1])):
+            self.match.problems.shapes[text] = (array.shape, shape)
+            return
+        if not fitting:
+            return
+        if array.shape != shape and found is not None:
+            self.match.resized[text] = (array.shape, shape)
+            parts = [resized(shard, array.shape, found[1]) for shard in shards]
+            self.fills += [fill for _, fill in parts]
+            shards = [shard for shard, _ in parts]
+        self.match.wants += [want for shard in shards for want in stored_wants(array, shard)]
+
+    def dtypes_fit(self, text: str, stored: str, target: str) -> bool:
+        if stored == target:
+            return True
+        fitting = self.changes.casts(stored, target)
+        (self.match.cast if fitting else self.match.problems.dtypes)[text] = (stored, target)
+        return fitting
 
     def per_rank(self, target: PerRank, node: Node, path: TreePath) -> Finish:
         text = path_text(path)
@@ -200,7 +277,7 @@ class _Matcher:
         """Every leaf of a part of the target that is not stored at all."""
         if is_stateful(target):
             target = target.state_dict()
-        if isinstance(target, dict) and target:
+        if isinstance(target, (dict, FlatShards)) and target:
             for key, item in target.items():
                 self.missing(item, (*path, key_token(values.encode(key))), (*keys, key))
         elif isinstance(target, (list, tuple, deque)) and _holds_targets(target):
@@ -218,7 +295,7 @@ def _holds_targets(target: Any) -> bool:
         return any(_holds_targets(item) for item in target)
     if isinstance(target, (SimpleNamespace, Namespace)):
         return _holds_targets(vars(target))
-    return isinstance(target, (torch.Tensor, np.ndarray, PerRank)) or is_stateful(target)
+    return isinstance(target, (torch.Tensor, np.ndarray, PerRank, FlatShard, FlatShards)) or is_stateful(target)
 
 
 def _describe(node: Node) -> str:
@@ -253,7 +330,7 @@ def _rebuilt_tuple(target: Any, parts: dict[Any, Finish]) -> Any:
 
 def check_root(state: Any) -> None:
     """Raises InvalidStateError for a target that cannot be changed in place."""
-    if not (isinstance(state, (dict, list, torch.Tensor, np.ndarray, PerRank)) or is_stateful(state)):
+    if not (isinstance(state, (dict, list, torch.Tensor, np.ndarray, PerRank, FlatShards)) or is_stateful(state)):
         raise InvalidStateError(
             f"load() fills its target in place, which a {type(state).__name__} does not allow: pass a dict or a list"
         )

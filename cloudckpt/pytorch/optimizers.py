@@ -8,11 +8,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cloudckpt.format.dtypes import DTYPES
-from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.tree import Node, children, is_array
+from cloudckpt.plan.rename import View
 
 
-def complete_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], node: Node, manifest: Manifest) -> None:
+def complete_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], node: Node, view: View) -> None:
     """Add to ``state`` (a fresh ``optimizer.state_dict()``) what only the checkpoint has, for parameters that exist.
 
     A stored tensor of its parameter's shape is laid out like the parameter; others are held whole.
@@ -21,7 +21,7 @@ def complete_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], node
     stored = dict(_children(node)).get("state")
     for index, entries in _children(stored):
         if type(index) is int and 0 <= index < len(params) and index not in state["state"]:
-            state["state"][index] = {name: _blank(params[index], entry, manifest) for name, entry in _children(entries)}
+            state["state"][index] = {name: _blank(params[index], entry, view) for name, entry in _children(entries)}
 
 
 def group_differences(state: dict[str, Any], node: Node, text: str) -> dict[str, tuple[str, str]]:
@@ -41,11 +41,11 @@ def _children(node: Node) -> list[tuple[Any, Node]]:
     return [(key, child) for key, child in children(node) or () if isinstance(key, (str, int))]
 
 
-def _blank(param: torch.Tensor, node: Node, manifest: Manifest) -> Any:
+def _blank(param: torch.Tensor, node: Node, view: View) -> Any:
     """A target of the right kind; its values do not matter."""
     if not is_array(node) or node["$"] != "tensor":
         return None
-    entry = manifest.arrays[manifest.array_index[node["array"]]]
+    entry = view.array(node)
     dtype = getattr(torch, entry.dtype) if entry.dtype in DTYPES else param.dtype
     if tuple(param.shape) == entry.shape:
         return torch.zeros_like(param, dtype=dtype).detach()
