@@ -55,7 +55,7 @@ def _grow(
     tokens = list(branches[path])
     grown = {token: _grow((*path, token), branches, nodes, kinds) for token in tokens}
     kind: Any = kinds.get(path, {})
-    if not is_mapping(kind):
+    if not is_mapping(kind) and all(token.isdecimal() for token in tokens):
         if {*tokens} != {str(i) for i in range(len(tokens))}:
             raise InvalidStateError(
                 f"rename: the rules take elements out of the list {path_text(path)!r}, and leave a gap"
@@ -63,6 +63,8 @@ def _grow(
         items = [grown[str(i)] for i in range(len(tokens))]
         return items if isinstance(kind, list) else {**kind, "items": items}
     keys = [msgspec.json.decode(token) for token in tokens]
+    if not is_mapping(kind):
+        kind = {}  # experts in a list that have become one: their keys are names now
     if "$" not in kind and all(isinstance(key, str) and key != "$" for key in keys):
         return dict(zip(keys, grown.values(), strict=True))
     base = kind if "$" in kind else {"$": containers.DICT.tag}
