@@ -17,7 +17,8 @@ from cloudckpt.plan.shard import PieceBox
 from cloudckpt.plan.virtual import VirtualArray, stored_array
 from cloudckpt.pytorch.flat import FlatShards
 from cloudckpt.pytorch.shards import LocalShard
-from cloudckpt.pytorch.views import Want, stored_wants
+from cloudckpt.pytorch.targets import Want
+from cloudckpt.pytorch.views import stored_wants
 
 Numbers = np.ndarray[Any, Any]
 
