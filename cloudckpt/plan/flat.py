@@ -38,9 +38,16 @@ class FlatParam:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The parameters of a flat buffer, by position. What lies between and behind them is padding."""
+    """The parameters of a flat buffer, by position. What lies between and behind them is padding.
+
+    ``as_boxes``: how a save stores a parameter. False: as an array of one dim, however it is cut; a
+    load of it under tensor parallelism is many short runs, a row each. True: as an array of its own
+    shape, cut into boxes where the buffer is; a load has nothing special then, but the grid of chunks
+    grows with the square of the number of cuts in a parameter. Parts of a tensor are always boxes.
+    """
 
     params: tuple[FlatParam, ...]
+    as_boxes: bool = False
 
     def __post_init__(self) -> None:
         names: set[str] = set()
@@ -57,14 +64,19 @@ class FlatLayout:
             end = param.position + param.numel
 
     @staticmethod
-    def of(shapes: Mapping[str, Sequence[int]] | Iterable[tuple[str, Sequence[int]]], *, align: int = 1) -> FlatLayout:
+    def of(
+        shapes: Mapping[str, Sequence[int]] | Iterable[tuple[str, Sequence[int]]],
+        *,
+        align: int = 1,
+        as_boxes: bool = False,
+    ) -> FlatLayout:
         """Parameters one after another, each at a multiple of ``align`` elements."""
         params, position = [], 0
         for name, shape in shapes.items() if isinstance(shapes, Mapping) else shapes:
             position = -(-position // align) * align
             params.append(FlatParam(name, tuple(shape), position))
             position += params[-1].numel
-        return FlatLayout(tuple(params))
+        return FlatLayout(tuple(params), as_boxes)
 
     @property
     def numel(self) -> int:

@@ -51,14 +51,16 @@ class PieceTable:
     @staticmethod
     def build(pieces: Iterable[tuple[int, Box]]) -> PieceTable:
         """From (tensor number, box) pairs with ascending numbers; boxes without elements are left out."""
-        kept = [(tensor, box) for tensor, box in pieces if box.num_elements]
+        kept = [(tensor, box) for tensor, box in pieces if 0 not in box.shape]
         dims = max((len(box.shape) for _, box in kept), default=0)
-        offset = np.zeros((len(kept), dims), dtype=np.int64)
-        shape = np.ones((len(kept), dims), dtype=np.int64)
-        for row, (_, box) in enumerate(kept):
-            offset[row, : len(box.offset)] = box.offset
-            shape[row, : len(box.shape)] = box.shape
-        return PieceTable(np.array([t for t, _ in kept], dtype=np.int64), offset, shape)
+        none, one = ([(value,) * n for n in range(dims + 1)] for value in (0, 1))
+        offset = [box.offset + none[dims - len(box.offset)] for _, box in kept]
+        shape = [box.shape + one[dims - len(box.shape)] for _, box in kept]
+        return PieceTable(
+            np.array([t for t, _ in kept], dtype=np.int64),
+            np.array(offset, dtype=np.int64).reshape(len(kept), dims),
+            np.array(shape, dtype=np.int64).reshape(len(kept), dims),
+        )
 
     def box(self, row: int, dims: int) -> Box:
         return Box(tuple(map(int, self.offset[row, :dims])), tuple(map(int, self.shape[row, :dims])))

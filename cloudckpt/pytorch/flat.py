@@ -35,7 +35,7 @@ class FlatShards(Mapping[str, "FlatShard"]):
         self.layout = layout
         self.start = start
         self._items = {
-            param.name: FlatShard(local, param, low, high, param.position + low - start)
+            param.name: FlatShard(local, param, low, high, param.position + low - start, layout.as_boxes)
             for param, low, high in layout.held(start, len(local))
         }
 
@@ -70,6 +70,7 @@ class FlatShard:
     low: int
     high: int
     position: int
+    as_boxes: bool
 
     @property
     def local(self) -> torch.Tensor:
@@ -91,7 +92,7 @@ class FlatShard:
 
     @property
     def _stored_flat(self) -> bool:
-        return self.param.offset is None
+        return self.param.offset is None and not self.as_boxes
 
     def stored(self, text: str) -> LocalShard:
         """As it is saved: one range of a flat array, or boxes of a tensor of which the buffer has only a part."""
@@ -117,7 +118,7 @@ class FlatShard:
     def wants(self, array: VirtualArray, text: str) -> list[Want]:
         """What fills it from ``array``, whose shape is that of the tensor."""
         source = array.source
-        if source is not None and source.flat and self._stored_flat:
+        if source is not None and source.flat and self.param.offset is None:
             local = self._range(replace(tensor_shard(self.local, text), placed=True))
             return [(source.number, replace(local, dtype=array.dtype))]
         return [want for box in self.boxes(text) for want in stored_wants(array, box)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -77,10 +78,8 @@ def _flat_wants(stored: Stored, shard: LocalShard, box: Box) -> Iterator[Want]:
         span = (int(places[rows].max()) - rest) // step + run
         view = memory.as_strided((span,), (step,), memory.storage_offset() + rest)
         local = (places[rows] - rest) // step
-        pieces = tuple(
-            PieceBox((place,), (start,), (run,))
-            for place, start in zip(local.tolist(), starts[rows].tolist(), strict=True)
-        )
+        # There may be a million of them: zip makes the offsets, of one dim each, without a loop in Python.
+        pieces = tuple(map(PieceBox, zip(local.tolist()), zip(starts[rows].tolist()), repeat((run,))))
         yield stored.number, replace(plain, memory=view, pieces=pieces)
 
 

@@ -73,6 +73,7 @@ def test_experts_by_name_and_stacked(ranks: RankPool, tmp_path: Path):
 
 SHAPES = {"emb.weight": (13, 6), "norm.weight": (7,), "w": (4, 3, 5), "scale": ()}
 LAYOUT = FlatLayout.of(SHAPES, align=4)
+BOXES = FlatLayout.of(SHAPES, align=4, as_boxes=True)
 
 
 def master(name: str) -> torch.Tensor:
@@ -91,7 +92,7 @@ def flat_part(size: int, rank: int, layout: FlatLayout = LAYOUT, *, filled: bool
     return FlatShards(buffer[rank * length : (rank + 1) * length].clone(), layout, rank * length)
 
 
-def zero_through_all_layouts(folder: str) -> list[str]:
+def zero_through_all_layouts(folder: str, layout: FlatLayout) -> list[str]:
     """Flat over 4 ranks, over 3, as DTensors under TP=2, flat over 2 again, whole. bf16 weights stand beside."""
     wrong: list[str] = []
     rank = dist.get_rank()
@@ -102,7 +103,7 @@ def zero_through_all_layouts(folder: str) -> list[str]:
     def state(part: Any) -> dict[str, Any]:
         return {"model": {name: w.clone() for name, w in weights.items()}, "master": part}
 
-    cloudckpt.save(state(flat_part(4, rank, filled=True)), f"{folder}/dp4")
+    cloudckpt.save(state(flat_part(4, rank, layout, filled=True)), f"{folder}/dp4")
     if rank < 3:
         part = flat_part(3, rank, filled=False)
         cloudckpt.load(state(part), f"{folder}/dp4", group=groups[3])
@@ -131,8 +132,11 @@ def zero_through_all_layouts(folder: str) -> list[str]:
     return wrong
 
 
-def test_flat_buffers_under_any_layout(ranks: RankPool, tmp_path: Path):
-    assert ranks.run(4, zero_through_all_layouts, str(tmp_path)) == [[]] * 4
+@pytest.mark.parametrize("layout", [LAYOUT, BOXES], ids=["flat", "boxes"])
+def test_flat_buffers_under_any_layout(ranks: RankPool, tmp_path: Path, layout: FlatLayout):
+    assert ranks.run(4, zero_through_all_layouts, str(tmp_path), layout) == [[]] * 4
+    stored = cloudckpt.open_checkpoint(tmp_path / "dp4").arrays["master.w"]
+    assert stored.shape == ((4, 3, 5) if layout.as_boxes else (60,))
 
 
 def tensor_parallel_flat(folder: str) -> list[str]:
