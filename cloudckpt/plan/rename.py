@@ -13,6 +13,7 @@ that its text shares with the new one stay what they were; see `retarget`.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from cloudckpt.errors import FormatError, InvalidStateError
-from cloudckpt.format.manifest import Manifest
+from cloudckpt.format.manifest import MAX_DIMS, Manifest
 from cloudckpt.format.tree import Node, TreePath, array_leaves, is_array, leaves, path_text
 from cloudckpt.plan import virtual
 from cloudckpt.plan.patterns import Pattern, Target, keys_like, names_in, retarget
@@ -132,7 +133,7 @@ def describe_rules(rules: Rules | None, view: View) -> str:
     """For the comparison between ranks. Functions cannot be compared, but what comes of them can."""
     if rules is None:
         return "no rename"
-    return f"rename={rules!r:.300} (which comes to {view.digest()})"
+    return f"rename=[{', '.join(map(_shown, _listed(rules)))[:300]}] (which comes to {view.digest()})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,15 +317,17 @@ class _State:
 def _stored(manifest: Manifest, node: Mapping[str, Any]) -> VirtualArray:
     number = manifest.array_index[node["array"]]
     entry = manifest.arrays[number]
-    logical = node.get("logical_shape")
+    logical = node.get("logical_shape") if node["$"] == "tensor" else None
     if logical is None:
         return stored_array(number, entry.dtype, entry.shape)
-    if not isinstance(logical, list) or not all(type(extent) is int and 0 <= extent < 2**62 for extent in logical):
+    if (
+        not isinstance(logical, list)
+        or not all(type(extent) is int and extent >= 0 for extent in logical)
+        or len(logical) > MAX_DIMS
+        or math.prod(extent or 1 for extent in logical) >= 2**58  # what torch can count in bytes, too
+    ):
         raise FormatError(f"array {entry.name!r}: malformed logical shape")
-    count = 1
-    for extent in logical:
-        count *= extent
-    if entry.shape != (count,):
+    if entry.shape != (math.prod(logical),):
         raise FormatError(f"array {entry.name!r}: logical shape {logical} does not fit its stored shape {entry.shape}")
     return stored_array(number, entry.dtype, tuple(logical), flat=len(logical) != 1)
 
@@ -357,4 +360,6 @@ def _listed(rules: Any) -> list[Any]:
 
 
 def _shown(rule: Any) -> str:
-    return repr(rule)[:300]
+    """Functions by name: their addresses are others on every rank."""
+    name = getattr(rule, "__qualname__", None)
+    return name if isinstance(name, str) else repr(rule)[:300]

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from cloudckpt.errors import FormatError, InvalidStateError
@@ -129,8 +130,10 @@ class _Matcher:
     def walk(self, target: Any, node: Node, path: TreePath, keys: values.Path) -> Finish:
         if isinstance(target, PerRank):
             return self.per_rank(target, node, path)
-        if isinstance(target, (torch.Tensor, np.ndarray)):
-            return self.array(target, node, path)
+        if isinstance(target, torch.Tensor):
+            return self.tensor(target, node, path)
+        if isinstance(target, np.ndarray):
+            return self.ndarray(target, node, path)
         if isinstance(target, FlatShard):
             return self.flat(target, node, path)
         if isinstance(target, FlatShards):
@@ -153,42 +156,51 @@ class _Matcher:
             return lambda: (finish(), target)[1]
         return self.plain(target, node, path)
 
-    def array(self, target: Any, node: Node, path: TreePath) -> Finish:
+    def tensor(self, target: torch.Tensor, node: Node, path: TreePath) -> Finish:
         text = path_text(path)
-        shard = tensor_shard(target, text) if isinstance(target, torch.Tensor) else ndarray_shard(target, text)[0]
-        kind = "tensor" if isinstance(target, torch.Tensor) else "ndarray"
-        self.ask(node, path)
-        if not is_array(node) or node["$"] != kind:
-            self.match.problems.kinds[text] = (_describe(node), kind)
-            return lambda: target
-        check_writable(shard, target)
-        array = self.view.array(node)
-        if kind == "tensor":
-            self.fill(text, array, [shard], shard.shape)
-            return lambda: target
-        stored_dtype, dtype = node.get("numpy"), target.dtype.name if target.dtype.isbuiltin == 2 else target.dtype.str
-        if stored_dtype != dtype:
-            self.match.problems.dtypes[text] = (stored_dtype, dtype)
-        elif array.dtype != shard.dtype:
-            raise FormatError(f"{text!r}: a numpy array of {stored_dtype} does not fit its stored {array.dtype} array")
-        elif array.shape != shard.shape and shard.shape != target.shape:
-            self.match.problems.shapes[text] = (tuple(node["shape"]), tuple(target.shape))
-        else:
+        shard = tensor_shard(target, text)
+        array = self.stored(node, path, "tensor")
+        if array is not None:
+            check_writable(shard, target)
             self.fill(text, array, [shard], shard.shape)
         return lambda: target
 
     def flat(self, target: FlatShard, node: Node, path: TreePath) -> Finish:
         text = path_text(path)
-        self.ask(node, path)
-        if not is_array(node) or node["$"] != "tensor":
-            self.match.problems.kinds[text] = (_describe(node), "tensor")
+        array = self.stored(node, path, "tensor")
+        if array is None:
             return lambda: target
-        array = self.view.array(node)
         if array.shape == target.shape and self.dtypes_fit(text, array.dtype, target.stored(text).dtype):
             self.match.wants += target.wants(array, text)
         else:
             self.fill(text, array, target.boxes(text), target.shape)
         return lambda: target
+
+    def ndarray(self, target: npt.NDArray[Any], node: Node, path: TreePath) -> Finish:
+        text = path_text(path)
+        shard = ndarray_shard(target, text)[0]
+        array = self.stored(node, path, "ndarray")
+        if array is None:
+            return lambda: target
+        check_writable(shard, target)
+        stored_dtype, dtype = node.get("numpy"), target.dtype.name if target.dtype.isbuiltin == 2 else target.dtype.str
+        if stored_dtype != dtype:
+            self.match.problems.dtypes[text] = (stored_dtype, dtype)
+        elif array.dtype != shard.dtype:
+            raise FormatError(f"{text!r}: a numpy array of {stored_dtype} does not fit its stored {array.dtype} array")
+        elif array.shape != shard.shape and shard.shape != target.shape:  # raw bytes, which cannot be resized
+            self.match.problems.shapes[text] = (tuple(node["shape"]), tuple(target.shape))
+        else:
+            self.fill(text, array, [shard], shard.shape)
+        return lambda: target
+
+    def stored(self, node: Node, path: TreePath, kind: str) -> VirtualArray | None:
+        """What a target asks for; None where something else is stored there."""
+        self.ask(node, path)
+        if not is_array(node) or node["$"] != kind:
+            self.match.problems.kinds[path_text(path)] = (_describe(node), kind)
+            return None
+        return self.view.array(node)
 
     def fill(self, text: str, array: VirtualArray, shards: Sequence[LocalShard], shape: tuple[int, ...]) -> None:
         """``shards``: what this rank has of a target of ``shape``, each with a memory of its own."""

@@ -177,6 +177,7 @@ def faults(folder: str) -> list[tuple[str, CloudckptError | None, bool]]:
     for name, options in {
         "ranks differ": {"rename": [("a", "x")] if rank else [("b", "x")]},
         "functions differ": {"rename": (lambda t: t + "x") if rank else (lambda t: t + "y")},
+        "functions alike": {"rename": lambda t: "x" if t == "a" else t, "strict": True},
         "one rank only": {"rename": ("a", "x") if rank else None},
         "gap": {"rename": Stack("e.{i}", "e")},
         "nothing": {"rename": ("nothing", "x")},
@@ -196,6 +197,7 @@ def faults(folder: str) -> list[tuple[str, CloudckptError | None, bool]]:
 EXPECTED = {
     "ranks differ": (InvalidStateError, "was called with .* on rank 0 but .* on rank 1"),
     "functions differ": (InvalidStateError, "was called with .* on rank 0 but .* on rank 1"),
+    "functions alike": (MismatchError, "missing .*: a\n.*unexpected .*: x"),
     "one rank only": (InvalidStateError, "was called with .* on rank 0 but .* on rank 1"),
     "gap": (InvalidStateError, r"there is no numbers \[1\]"),
     "nothing": (InvalidStateError, "matches nothing"),
