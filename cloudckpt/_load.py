@@ -142,7 +142,7 @@ def load(
 
         def compare() -> _Wish:
             changes = Changes.of(cast, resize)
-            view = renamed(manifest, rename)
+            view = renamed(manifest, rename, changes)
             match = match_state(
                 state,
                 manifest,
@@ -150,7 +150,6 @@ def load(
                 world_size=ranks.size,
                 allow_pickle=allow_pickle,
                 view=view,
-                changes=changes,
             )
             views.append(view)
             matches.append(match)

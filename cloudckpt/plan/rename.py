@@ -27,6 +27,7 @@ from cloudckpt.errors import FormatError, InvalidStateError
 from cloudckpt.format.manifest import MAX_DIMS, Manifest
 from cloudckpt.format.tree import Node, TreePath, array_leaves, is_array, leaves, path_text
 from cloudckpt.plan import virtual
+from cloudckpt.plan.changes import Changes, fits
 from cloudckpt.plan.patterns import Pattern, Target, keys_like, names_in, retarget
 from cloudckpt.plan.regrow import regrow
 from cloudckpt.plan.virtual import VirtualArray, stored_array
@@ -91,10 +92,11 @@ Rules: TypeAlias = Rule | Sequence[Rule] | Mapping[str, Target]
 
 
 class View:
-    """The stored state as a load sees it."""
+    """The stored state as a load sees it, and what the load may change on the way."""
 
-    def __init__(self, manifest: Manifest, tree: Node, made: Mapping[str, VirtualArray]) -> None:
+    def __init__(self, manifest: Manifest, tree: Node, made: Mapping[str, VirtualArray], changes: Changes) -> None:
         self.tree = tree
+        self.changes = changes
         self._manifest = manifest
         self._made = made
 
@@ -102,6 +104,18 @@ class View:
         """What a leaf of ``tree`` refers to. FormatError if its ``logical_shape`` does not fit the stored array."""
         found = self._made.get(node["array"])
         return found if found is not None else _stored(self._manifest, node)
+
+    def shape_for(self, node: Mapping[str, Any], owner: tuple[int, ...]) -> tuple[int, ...]:
+        """Of a target that is yet to be made for a leaf that belongs to a tensor of shape ``owner``.
+
+        The stored shape, or that of its owner where ``resize`` lets it grow along (or shrink). Extents
+        of 1 do not: there an optimizer keeps one number for a whole dim.
+        """
+        stored = self.array(node).shape
+        found = self.changes.resize(self.text(node))
+        if found is None or not fits(stored, owner, found[1]):
+            return stored
+        return stored if any(a == 1 < b for a, b in zip(stored, owner, strict=True)) else owner
 
     def text(self, node: Mapping[str, Any]) -> str:
         """The dotted path of the first leaf that refers to the same array, for messages."""
@@ -117,16 +131,17 @@ class View:
         return hashlib.sha256(msgspec.json.encode(self.tree) + repr(made).encode()).hexdigest()[:16]
 
 
-def renamed(manifest: Manifest, rules: Rules | None) -> View:
+def renamed(manifest: Manifest, rules: Rules | None, changes: Changes | None = None) -> View:
     """Raises InvalidStateError for rules that match nothing, lead to one name twice, or do not fit the tensors."""
     tree = manifest.document.tree
+    changes = changes or Changes()
     if rules is None:
-        return View(manifest, tree, {})
+        return View(manifest, tree, {}, changes)
     state = _State(manifest, [_Leaf(path, path, node) for path, node in leaves(tree)])
     for rule in _listed(rules):
         state.apply(rule)
     grown = regrow(tree, [(leaf.path, leaf.old, leaf.node) for leaf in state.leaves])
-    return View(manifest, grown, state.made)
+    return View(manifest, grown, state.made, changes)
 
 
 def describe_rules(rules: Rules | None, view: View) -> str:
@@ -361,5 +376,4 @@ def _listed(rules: Any) -> list[Any]:
 
 def _shown(rule: Any) -> str:
     """Functions by name: their addresses are others on every rank."""
-    name = getattr(rule, "__qualname__", None)
-    return name if isinstance(name, str) else repr(rule)[:300]
+    return str(getattr(rule, "__qualname__", type(rule).__qualname__)) if callable(rule) else repr(rule)[:300]

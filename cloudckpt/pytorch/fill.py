@@ -32,7 +32,7 @@ from cloudckpt.format.tree import (
     leaves,
     path_text,
 )
-from cloudckpt.plan.changes import Changes, fits
+from cloudckpt.plan.changes import fits
 from cloudckpt.plan.rename import View, renamed
 from cloudckpt.plan.virtual import VirtualArray
 from cloudckpt.pytorch.flat import FlatShard, FlatShards
@@ -85,14 +85,13 @@ def match_state(
     world_size: int,
     allow_pickle: bool,
     view: View | None = None,
-    changes: Changes | None = None,
 ) -> Match:
     """Walk both trees. Differences are collected, not raised; InvalidStateError is for unusable targets.
 
-    ``view``: the stored state under the names that the target has; without it, its own.
+    ``view``: the stored state under the names that the target has (without it, its own), and what may be changed.
     """
     view = view or renamed(manifest, None)
-    matcher = _Matcher(view, changes or Changes(), rank, world_size, allow_pickle)
+    matcher = _Matcher(view, rank, world_size, allow_pickle)
     finish = matcher.walk(state, view.tree, (), ())
 
     def fill_and_finish() -> Any:
@@ -118,9 +117,8 @@ def _check_shared_memory(manifest: Manifest, wants: list[tuple[int, LocalShard]]
 
 
 class _Matcher:
-    def __init__(self, view: View, changes: Changes, rank: int, world_size: int, allow_pickle: bool) -> None:
+    def __init__(self, view: View, rank: int, world_size: int, allow_pickle: bool) -> None:
         self.view = view
-        self.changes = changes
         self.rank = rank
         self.world_size = world_size
         self.allow_pickle = allow_pickle
@@ -205,7 +203,7 @@ class _Matcher:
     def fill(self, text: str, array: VirtualArray, shards: Sequence[LocalShard], shape: tuple[int, ...]) -> None:
         """``shards``: what this rank has of a target of ``shape``, each with a memory of its own."""
         fitting = not shards or self.dtypes_fit(text, array.dtype, shards[0].dtype)
-        found = self.changes.resize(text)
+        found = self.view.changes.resize(text)
         if found is not None:
             self.match.patterns.add(found[0])
         if array.shape != shape and (found is None or not fits(array.shape, shape, found[1])):
@@ -223,7 +221,7 @@ class _Matcher:
     def dtypes_fit(self, text: str, stored: str, target: str) -> bool:
         if stored == target:
             return True
-        fitting = self.changes.casts(stored, target)
+        fitting = self.view.changes.casts(stored, target)
         (self.match.cast if fitting else self.match.problems.dtypes)[text] = (stored, target)
         return fitting
 

@@ -47,7 +47,7 @@ def _blank(param: torch.Tensor, node: Node, view: View) -> Any:
         return None
     entry = view.array(node)
     dtype = getattr(torch, entry.dtype) if entry.dtype in DTYPES else param.dtype
-    if tuple(param.shape) == entry.shape:
+    if tuple(param.shape) == view.shape_for(node, tuple(param.shape)):
         return torch.zeros_like(param, dtype=dtype).detach()
     # Step counters stay on the host, where torch's optimizers make them.
     local = param.to_local() if isinstance(param, DTensor) else param

@@ -420,3 +420,41 @@ def test_one_parameter_of_a_flat_buffer_may_stand_anywhere(tmp_path: Path):
     assert again[1].local.tolist() == square.local.tolist()
     tree = [cloudckpt.open_checkpoint(tmp_path / name).arrays for name in ("c", "plain")]
     assert {*tree[0]} == {*tree[1]}
+
+
+def test_a_fresh_optimizer_of_a_grown_model_gets_state_of_its_size(tmp_path: Path):
+    def job(rows: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(3, rows, bias=False)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    model, optimizer = job(4)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    cloudckpt.save({"model": model, "opt": optimizer}, tmp_path / "c")
+    grown, fresh = job(6)
+    resize = {"model.weight": 0, "opt.state.*": 0}
+    report = cloudckpt.load({"model": grown, "opt": fresh}, tmp_path / "c", resize=resize)
+    average = fresh.state[grown.weight]["exp_avg"]
+    assert torch.equal(average[:4], optimizer.state[model.weight]["exp_avg"])
+    assert average[4:].tolist() == [[0, 0, 0]] * 2
+    assert fresh.state[grown.weight]["step"] == 1
+    assert {*report.resized} == {"model.weight", "opt.state.0.exp_avg", "opt.state.0.exp_avg_sq"}
+    grown(torch.ones(2, 3)).sum().backward()
+    fresh.step()
+
+
+def test_parameters_that_are_not_stored_are_missing(tmp_path: Path):
+    layout = FlatLayout.of({"a": (2,), "b": (2,)})
+    cloudckpt.save({"m": {"a": torch.ones(2), "c": torch.ones(2)}}, tmp_path / "c")
+    flat = FlatShards(torch.zeros(4), layout, 0)
+    with pytest.raises(MismatchError) as caught:
+        cloudckpt.load({"m": flat}, tmp_path / "c")
+    assert (caught.value.missing, caught.value.unexpected) == (["m.b"], ["m.c"])
+    report = cloudckpt.load({"m": flat, "n": flat}, tmp_path / "c", strict=False)
+    assert report.missing == ["m.b", "n.a", "n.b"]
+    assert flat.local.tolist() == [1, 1, 0, 0]
+    with pytest.raises(MismatchError) as caught:
+        cloudckpt.load({"m": FlatShards(torch.zeros(4), FlatLayout.of({"a": (1, 2), "c": (3,)}), 0)}, tmp_path / "c")
+    assert caught.value.shapes == {"m.a": ((2,), (1, 2)), "m.c": ((2,), (3,))}
+    with pytest.raises(InvalidStateError, match=r"'m.b': no rank holds \[1:2\]"):
+        cloudckpt.save({"m": FlatShards(torch.zeros(3), layout, 0)}, tmp_path / "d")
