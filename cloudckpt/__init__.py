@@ -13,8 +13,12 @@ if TYPE_CHECKING:
     from cloudckpt.checkpoint import Checkpoint, open_checkpoint
     from cloudckpt.config import Config
     from cloudckpt.interop.zarr_view import open_zarr
+    from cloudckpt.plan.changes import Resize
+    from cloudckpt.plan.flat import FlatLayout, FlatParam
     from cloudckpt.plan.parallel import ParallelConfig
+    from cloudckpt.plan.rename import Concatenate, Split, Stack, Transpose, Unstack
     from cloudckpt.plan.rules import ShardingRules
+    from cloudckpt.pytorch.flat import FlatShards
     from cloudckpt.pytorch.per_rank import PerRank
     from cloudckpt.pytorch.sharded import Piece, ShardedTensor
 
@@ -22,13 +26,22 @@ if TYPE_CHECKING:
 _HOMES = {
     "Checkpoint": "cloudckpt.checkpoint",
     "Commit": "cloudckpt._save",
+    "Concatenate": "cloudckpt.plan.rename",
     "Config": "cloudckpt.config",
+    "FlatLayout": "cloudckpt.plan.flat",
+    "FlatParam": "cloudckpt.plan.flat",
+    "FlatShards": "cloudckpt.pytorch.flat",
     "LoadReport": "cloudckpt._load",
     "ParallelConfig": "cloudckpt.plan.parallel",
     "PerRank": "cloudckpt.pytorch.per_rank",
     "Piece": "cloudckpt.pytorch.sharded",
     "ShardedTensor": "cloudckpt.pytorch.sharded",
     "ShardingRules": "cloudckpt.plan.rules",
+    "Resize": "cloudckpt.plan.changes",
+    "Split": "cloudckpt.plan.rename",
+    "Stack": "cloudckpt.plan.rename",
+    "Transpose": "cloudckpt.plan.rename",
+    "Unstack": "cloudckpt.plan.rename",
     "errors": "cloudckpt.errors",
     "load": "cloudckpt._load",
     "open_checkpoint": "cloudckpt.checkpoint",
@@ -40,13 +53,22 @@ _HOMES = {
 __all__ = [
     "Checkpoint",
     "Commit",
+    "Concatenate",
     "Config",
+    "FlatLayout",
+    "FlatParam",
+    "FlatShards",
     "LoadReport",
     "ParallelConfig",
     "PerRank",
     "Piece",
+    "Resize",
     "ShardedTensor",
     "ShardingRules",
+    "Split",
+    "Stack",
+    "Transpose",
+    "Unstack",
     "errors",
     "load",
     "open_checkpoint",

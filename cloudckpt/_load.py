@@ -15,8 +15,10 @@ from cloudckpt import catalog
 from cloudckpt.config import Config
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.manifest import Manifest, decode_manifest
-from cloudckpt.format.tree import leaves
+from cloudckpt.format.tree import TreePath, leaves
+from cloudckpt.plan.changes import Cast, Changes, Resizes
 from cloudckpt.plan.reads import RangeRead
+from cloudckpt.plan.rename import Rules, describe_rules, renamed
 from cloudckpt.plan.rules import ShardingRules
 from cloudckpt.progress import Progress, start_progress
 from cloudckpt.pytorch.describe import Describer
@@ -39,7 +41,8 @@ class LoadReport:
     """What a load did, over all ranks.
 
     ``missing``: keys of the target that are not stored; ``unexpected``: stored keys that no rank
-    asked for (dotted paths; both empty unless ``strict=False``). ``bytes_needed``: distinct stored
+    asked for (dotted paths; both empty unless ``strict=False``). ``cast`` and ``resized``: dtypes and
+    shapes that were changed on request, ``(stored, target)`` by dotted path. ``bytes_needed``: distinct stored
     bytes that the job wanted; ``bytes_fetched``: what it got from the store; ``bytes_sent``: what
     ranks passed on. ``num_requests`` counts the manifest's, too. ``seconds``: by stage, of the slowest rank.
     ``exchange``: how chunks were passed on ("none", "broadcast", "alltoall", "broadcast+alltoall"),
@@ -56,6 +59,8 @@ class LoadReport:
     seconds: dict[str, float] = field(default_factory=dict)
     exchange: str = "none"
     exchange_reason: str = ""
+    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
+    resized: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,11 +79,12 @@ def load(
     url: str | os.PathLike[str],
     *,
     strict: bool = True,
-    cast: bool = False,
+    cast: Cast = False,
     exchange: ExchangeMode = "auto",
     exchange_scope: Scope = "world",
     rules: ShardingRules | None = None,
-    rename: None = None,
+    rename: Rules | None = None,
+    resize: Resizes | None = None,
     storage_options: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
     groups: Groups | None = None,
@@ -92,7 +98,13 @@ def load(
     objects get ``load_state_dict``. The layout of the targets need not be that of the job that
     saved; ``rules`` say which part of the whole plain targets are. Everything is compared before
     anything is changed: MismatchError lists all differences over all ranks. ``strict=False`` forgives
-    missing and unexpected keys, nothing else. Nothing is resized, broadcast or cast.
+    missing and unexpected keys, nothing else. Nothing is resized, broadcast or cast unasked.
+
+    ``rename``: rules that turn the stored state into one of other names and other cuts, see
+    `cloudckpt.plan.rename`. ``cast=True``: bfloat16, float16, float32 and float64 may become each
+    other, with the values of ``Tensor.to``; names, such as ``"float8_e4m3fn"``, allow these types,
+    too. ``resize``: by pattern, a fill value, None or a `Resize`: the stored tensor may have other
+    extents. All three must be equal on all ranks.
 
     ``exchange``: "auto" reads each stored byte from the store once, and passes it on to all ranks that
     want it, whole chunks to many ranks by broadcast, and parts one by one; "broadcast" and "alltoall"
@@ -113,7 +125,7 @@ def load(
     arguments = {"url": os.fspath(url), "strict": strict, "exchange": exchange, "exchange_scope": exchange_scope}
 
     def begin() -> None:
-        _check_options(cast, exchange, exchange_scope, rename)
+        _check_options(exchange, exchange_scope)
         describers.append(Describer(rules, ranks.rank, ranks.size))
         check_root(state)
         opened.append(resolve(url, storage_options, config))
@@ -123,11 +135,14 @@ def load(
         store = opened[0]
         manifest = decode_manifest(data, store.url)
         seconds["manifest"] = time.perf_counter() - start
-        stored = [path for path, _ in leaves(manifest.document.tree)]
+        stored: list[TreePath] = []  # under the names that the target has
         matches: list[Match] = []
         prepared: list[Prepared] = []
 
         def compare() -> Wish:
+            changes = Changes.of(cast, resize)
+            view = renamed(manifest, rename, changes)
+            stored.extend(path for path, _ in leaves(view.tree))
             match = match_state(
                 state,
                 manifest,
@@ -135,20 +150,36 @@ def load(
                 world_size=ranks.size,
                 allow_pickle=allow_pickle,
                 describer=describers[0],
+                view=view,
             )
             matches.append(match)
             asked = np.array([path in match.asked for path in stored], dtype=bool)
-            own = {"rules": None if rules is None else rules.digest}
+            own = {
+                "rules": None if rules is None else rules.digest,
+                "changes": str(changes),
+                "rename": describe_rules(rename, view),
+            }
             settings = tuple((arguments | own | asdict(config)).items())
             sharing = None
             if match.problems.is_readable:
                 prepared.append(prepare(manifest, match, ranks, groups, read_bytes=effective_read_bytes(config)))
                 if exchange != "none" and isinstance(ranks, Ranks):
                     sharing = describe(prepared[0], manifest, ranks)
-            matched = tuple(sorted(describers[0].matched))
-            return Wish(pack_bits(asked), match.problems, settings, match.has_objects, matched, sharing)
+            return Wish(
+                pack_bits(asked),
+                match.problems,
+                settings,
+                match.has_objects,
+                tuple(sorted(describers[0].matched)),
+                frozenset(match.patterns),
+                match.cast,
+                match.resized,
+                sharing,
+            )
 
-        verdict = ranks.round(compare, lambda wishes: judge(wishes, stored, store.url, strict=strict, rules=rules))
+        verdict = ranks.round(
+            compare, lambda wishes: judge(wishes, stored, store.url, strict=strict, rules=rules, resize=resize)
+        )
         start = time.perf_counter()
         shared, reason = None, verdict.reason
         if verdict.agreement is not None:
@@ -158,7 +189,13 @@ def load(
             reason = "no chunk is wanted twice" if shared is None else "chunks are wanted by several ranks"
         seconds["plan"] = time.perf_counter() - start
         report = _read(ranks, store, manifest, prepared[0], shared, reason, progress, config, seconds)
-        report = replace(report, missing=verdict.missing, unexpected=verdict.unexpected)
+        report = replace(
+            report,
+            missing=verdict.missing,
+            unexpected=verdict.unexpected,
+            cast=verdict.cast,
+            resized=verdict.resized,
+        )
 
         def finish() -> None:
             matches[0].finish()
@@ -172,15 +209,11 @@ def load(
             store.close()
 
 
-def _check_options(cast: bool, exchange: str, scope: str, rename: object) -> None:
-    if cast:
-        raise InvalidStateError("cast=True is not supported by this version: load into the stored dtype and convert")
+def _check_options(exchange: str, scope: str) -> None:
     if exchange not in ("auto", "none", "broadcast", "alltoall"):
         raise InvalidStateError(f"exchange must be 'auto', 'none', 'broadcast' or 'alltoall', not {exchange!r}")
     if scope not in ("world", "node"):
         raise InvalidStateError(f"exchange_scope must be 'world' or 'node', not {scope!r}")
-    if rename is not None:
-        raise InvalidStateError("rename is not supported by this version")
 
 
 def _read(

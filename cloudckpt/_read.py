@@ -13,17 +13,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cloudckpt.checkpoint import array_number, by_rank, open_checkpoint
+from cloudckpt.checkpoint import by_rank, open_checkpoint
 from cloudckpt.config import Config
 from cloudckpt.errors import FormatError, InvalidStateError, NotFoundError
 from cloudckpt.format import values
 from cloudckpt.format.dtypes import from_numpy, numpy_dtype
-from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.tree import Node, TreePath, children, is_mapping, key_token, path_text
 from cloudckpt.plan.reads import StoredChunks, plan_load
+from cloudckpt.plan.rename import Rules, View, renamed
 from cloudckpt.pytorch.per_rank import decode_inline
-from cloudckpt.pytorch.shards import LocalShard, ndarray_shard, tensor_shard
-from cloudckpt.pytorch.targets import ChunkPlaces, Targets
+from cloudckpt.pytorch.shards import ndarray_shard, tensor_shard
+from cloudckpt.pytorch.targets import ChunkPlaces, Targets, Want
+from cloudckpt.pytorch.views import stored_wants
 from cloudckpt.transfer.download import download, effective_read_bytes
 
 
@@ -33,12 +34,14 @@ def read(
     *,
     storage_options: Mapping[str, Any] | None = None,
     allow_pickle: bool = False,
+    rename: Rules | None = None,
     config: Config | None = None,
 ) -> Any:
     """The saved state with full tensors in CPU memory. Not collective: every process that calls it reads everything.
 
     ``names``: dotted paths, or patterns with ``*``, ``?`` and ``[...]`` (``*`` crosses dots), of the
     parts to read; whatever is below a match comes with it. All else is left out, of lists and tuples too.
+    ``rename``: as for `load`; ``names`` are then those that the rules lead to.
 
     Tensors that were tied when saved are one tensor again. Numpy arrays have their recorded type, and
     ``PerRank`` values are lists by rank. Every chunk is verified.
@@ -48,9 +51,10 @@ def read(
     config = config or Config()
     with open_checkpoint(url, storage_options=storage_options, config=config) as checkpoint:
         manifest = checkpoint.manifest
-        made = _Made(manifest, allow_pickle)
+        view = renamed(manifest, rename)
+        made = _Made(view, allow_pickle)
         try:
-            tree = manifest.document.tree if names is None else _select(manifest.document.tree, names, checkpoint.url)
+            tree = view.tree if names is None else _select(view.tree, names, checkpoint.url)
             state = values.decode(tree, leaf=made.leaf, allow_pickle=allow_pickle)
         except FormatError as error:
             raise FormatError(f"{checkpoint.url}: {error}") from error
@@ -120,39 +124,40 @@ def _emptied(tree: Node) -> Node:
 class _Made:
     """Makes the tensors and arrays that a tree refers to, yet to be filled."""
 
-    def __init__(self, manifest: Manifest, allow_pickle: bool) -> None:
-        self.wants: list[tuple[int, LocalShard]] = []
-        self._manifest = manifest
+    def __init__(self, view: View, allow_pickle: bool) -> None:
+        self.wants: list[Want] = []
+        self._view = view
         self._allow_pickle = allow_pickle
-        self._tensors: dict[int, torch.Tensor] = {}
-        self._arrays: dict[tuple[int, str], npt.NDArray[Any]] = {}
+        self._tensors: dict[Any, torch.Tensor] = {}
+        self._arrays: dict[Any, npt.NDArray[Any]] = {}
 
     def leaf(self, node: dict[str, Any]) -> Any:
         tag = node["$"]
         if tag == "tensor":
-            return self._tensor(array_number(self._manifest, node))
+            return self._tensor(node)
         if tag == "ndarray":
-            return self._ndarray(array_number(self._manifest, node), node)
+            return self._ndarray(node)
         if tag == "per_rank":
             return by_rank(node, lambda value: decode_inline(value, allow_pickle=self._allow_pickle))
         raise FormatError(f"unknown tag {tag!r:.100}; a newer version may know it")
 
-    def _tensor(self, number: int) -> torch.Tensor:
-        if number not in self._tensors:
-            entry, text = self._manifest.arrays[number], self._manifest.path(number)
-            kind = getattr(torch, entry.dtype, None)
+    def _tensor(self, node: Mapping[str, Any]) -> torch.Tensor:
+        array, text = self._view.array(node), self._view.text(node)
+        key = (node["array"], array.shape)
+        if key not in self._tensors:
+            kind = getattr(torch, array.dtype, None)
             if not isinstance(kind, torch.dtype):
-                raise InvalidStateError(f"{text!r}: torch {torch.__version__} has no dtype {entry.dtype}")
+                raise InvalidStateError(f"{text!r}: torch {torch.__version__} has no dtype {array.dtype}")
             try:
-                tensor = torch.empty(entry.shape, dtype=kind)
+                tensor = torch.empty(array.shape, dtype=kind)
             except RuntimeError as error:
-                raise _too_large(text, math.prod(entry.shape) * kind.itemsize) from error
-            self._tensors[number] = tensor
-            self.wants.append((number, tensor_shard(tensor, text)))
-        return self._tensors[number]
+                raise _too_large(text, math.prod(array.shape) * kind.itemsize) from error
+            self._tensors[key] = tensor
+            self.wants += stored_wants(array, tensor_shard(tensor, text))
+        return self._tensors[key]
 
-    def _ndarray(self, number: int, node: Mapping[str, Any]) -> npt.NDArray[Any]:
-        entry, text = self._manifest.arrays[number], self._manifest.path(number)
+    def _ndarray(self, node: Mapping[str, Any]) -> npt.NDArray[Any]:
+        entry, text = self._view.array(node), self._view.text(node)
         name, shape = node.get("numpy"), node.get("shape")
         if not isinstance(name, str) or not isinstance(shape, list) or not all(type(s) is int for s in shape):
             raise FormatError(f"{text!r}: malformed array")
@@ -161,14 +166,15 @@ class _Made:
         stored = (known.name, tuple(shape)) if known else ("uint8", (*shape, kind.itemsize))
         if stored != (entry.dtype, entry.shape):
             raise FormatError(f"{text!r}: a numpy array {name} {shape} does not fit its stored {entry.dtype} array")
-        if (number, name) not in self._arrays:
+        key = (node["array"], name)
+        if key not in self._arrays:
             try:
                 array = np.empty(shape, kind)
             except (MemoryError, ValueError) as error:
                 raise _too_large(text, math.prod(shape) * kind.itemsize) from error
-            self._arrays[number, name] = array
-            self.wants.append((number, ndarray_shard(array, text)[0]))
-        return self._arrays[number, name]
+            self._arrays[key] = array
+            self.wants += stored_wants(entry, ndarray_shard(array, text)[0])
+        return self._arrays[key]
 
 
 def _too_large(text: str, nbytes: int) -> InvalidStateError:

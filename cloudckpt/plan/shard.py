@@ -69,17 +69,20 @@ class PieceTable:
 
         ``replicas``: the replica number of every tensor.
         """
-        kept = [(tensor, box) for tensor, box in pieces if box.num_elements]
+        kept = [(tensor, box) for tensor, box in pieces if 0 not in box.shape]
         dims = max((len(box.shape) for _, box in kept), default=0)
-        offset = np.zeros((len(kept), dims), dtype=np.int64)
-        shape = np.ones((len(kept), dims), dtype=np.int64)
-        for row, (_, box) in enumerate(kept):
-            offset[row, : len(box.offset)] = box.offset
-            shape[row, : len(box.shape)] = box.shape
+        none, one = ([(value,) * n for n in range(dims + 1)] for value in (0, 1))
+        offset = [box.offset + none[dims - len(box.offset)] for _, box in kept]
+        shape = [box.shape + one[dims - len(box.shape)] for _, box in kept]
         replica = None
         if replicas is not None and any(number != PLACED for number in replicas.values()):
             replica = np.array([replicas[t] for t, _ in kept], dtype=np.int32)
-        return PieceTable(np.array([t for t, _ in kept], dtype=np.int64), offset, shape, replica)
+        return PieceTable(
+            np.array([t for t, _ in kept], dtype=np.int64),
+            np.array(offset, dtype=np.int64).reshape(len(kept), dims),
+            np.array(shape, dtype=np.int64).reshape(len(kept), dims),
+            replica,
+        )
 
     def box(self, row: int, dims: int) -> Box:
         return Box(tuple(map(int, self.offset[row, :dims])), tuple(map(int, self.shape[row, :dims])))

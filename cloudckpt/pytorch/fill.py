@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, MutableMapping, MutableSequence
+from collections.abc import Callable, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -34,12 +34,18 @@ from cloudckpt.format.tree import (
     leaves,
     path_text,
 )
+from cloudckpt.plan.changes import fits
+from cloudckpt.plan.rename import View, renamed
+from cloudckpt.plan.virtual import VirtualArray
 from cloudckpt.pytorch.describe import Describer
+from cloudckpt.pytorch.flat import FlatShard, FlatShards
 from cloudckpt.pytorch.optimizers import complete_state, group_differences
 from cloudckpt.pytorch.per_rank import PerRank, decode_inline, decode_rank_value
+from cloudckpt.pytorch.resize import resized
 from cloudckpt.pytorch.sharded import ShardedTensor, fill_padding
 from cloudckpt.pytorch.shards import LocalShard, check_writable, ndarray_shard
 from cloudckpt.pytorch.state import is_stateful
+from cloudckpt.pytorch.views import stored_wants
 
 Finish = Callable[[], Any]
 """Puts plain values in place below; returns what now stands here."""
@@ -62,13 +68,18 @@ class Problems:
 
 @dataclass(eq=False)
 class Match:
-    """``wants``: (array number, shard to fill). ``asked``: the stored leaves that the target has a place for.
+    """``wants``: (number of a stored array, shard to fill); several where a target is made of several arrays or boxes.
 
-    ``meshes``: of the DTensors in the target.
+    ``asked``: the leaves of the (renamed) stored tree that the target has a place for. ``cast`` and
+    ``resized``: ``(stored, target)`` dtypes and shapes, by dotted path, where they differ and may;
+    ``patterns``: those of ``resize`` that name something in the target. ``meshes``: of the DTensors in it.
     """
 
     wants: list[tuple[int, LocalShard]] = field(default_factory=list)
     asked: set[TreePath] = field(default_factory=set)
+    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
+    resized: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    patterns: set[str] = field(default_factory=set)
     problems: Problems = field(default_factory=Problems)
     meshes: set[DeviceMesh] = field(default_factory=set)
     finish: Finish = lambda: None
@@ -77,11 +88,29 @@ class Match:
 
 
 def match_state(
-    state: Any, manifest: Manifest, *, rank: int, world_size: int, allow_pickle: bool, describer: Describer
+    state: Any,
+    manifest: Manifest,
+    *,
+    rank: int,
+    world_size: int,
+    allow_pickle: bool,
+    describer: Describer,
+    view: View | None = None,
 ) -> Match:
-    """Walk both trees. Differences are collected, not raised; InvalidStateError is for unusable targets."""
-    matcher = _Matcher(manifest, rank, world_size, allow_pickle, describer)
-    matcher.match.finish = matcher.walk(state, manifest.document.tree, (), ())
+    """Walk both trees. Differences are collected, not raised; InvalidStateError is for unusable targets.
+
+    ``view``: the stored state under the names that the target has (without it, its own), and what may be changed.
+    """
+    view = view or renamed(manifest, None)
+    matcher = _Matcher(view, rank, world_size, allow_pickle, describer)
+    finish = matcher.walk(state, view.tree, (), ())
+
+    def fill_and_finish() -> Any:
+        for fill in matcher.fills:
+            fill()
+        return finish()
+
+    matcher.match.finish = fill_and_finish
     _check_shared_memory(manifest, matcher.match.wants)
     return matcher.match
 
@@ -99,15 +128,14 @@ def _check_shared_memory(manifest: Manifest, wants: list[tuple[int, LocalShard]]
 
 
 class _Matcher:
-    def __init__(
-        self, manifest: Manifest, rank: int, world_size: int, allow_pickle: bool, describer: Describer
-    ) -> None:
-        self.manifest = manifest
+    def __init__(self, view: View, rank: int, world_size: int, allow_pickle: bool, describer: Describer) -> None:
+        self.view = view
         self.rank = rank
         self.world_size = world_size
         self.allow_pickle = allow_pickle
         self.describer = describer
         self.match = Match()
+        self.fills: list[Callable[[], None]] = []
 
     def walk(self, target: Any, node: Node, path: TreePath, keys: values.Path) -> Finish:
         if isinstance(target, PerRank):
@@ -116,6 +144,11 @@ class _Matcher:
             return self.tensor(target, node, path, keys)
         if isinstance(target, np.ndarray):
             return self.ndarray(target, node, path)
+        if isinstance(target, FlatShard):
+            return self.flat(target, node, path)
+        if isinstance(target, FlatShards):
+            finish = self.walk(dict(target), node, path, keys)
+            return lambda: (finish(), target)[1]
         if is_stateful(target):
             self.match.has_objects = True
             state = target.state_dict()
@@ -125,7 +158,7 @@ class _Matcher:
                     target,
                     state,
                     node,
-                    self.manifest,
+                    self.view,
                     lambda inner, shape: self.describer.local_shape((*keys, *inner), shape),
                 )
             finish = self.walk(state, node, path, keys)
@@ -143,18 +176,15 @@ class _Matcher:
         text = path_text(path)
         if isinstance(target, DTensor):
             self.match.meshes.add(target.device_mesh)
-        number = self.array_number(node, path, "tensor")
-        if number is None:
+        array = self.stored(node, path, "tensor")
+        if array is None:
             self.describer.note(keys)
             return lambda: target
-        entry = self.manifest.arrays[number]
-        shard = self.describer.shard(target, keys, text, global_shape=entry.shape, recorded=node.get("layout"))
+        # Where the extents may differ, a rule must follow those of the target.
+        global_shape = array.shape if self.view.changes.resize(text) is None else None
+        shard = self.describer.shard(target, keys, text, global_shape=global_shape, recorded=node.get("layout"))
         check_writable(shard, target.local if isinstance(target, ShardedTensor) else target)
-        if entry.dtype != shard.dtype:
-            self.match.problems.dtypes[text] = (entry.dtype, shard.dtype)
-        if entry.shape != shard.shape:
-            self.match.problems.shapes[text] = (entry.shape, shard.shape)
-        self.match.wants.append((number, shard))
+        self.fill(text, array, [shard], shard.shape)
 
         def finish() -> Any:
             fill_padding(shard)
@@ -162,31 +192,67 @@ class _Matcher:
 
         return finish
 
+    def flat(self, target: FlatShard, node: Node, path: TreePath) -> Finish:
+        text = path_text(path)
+        array = self.stored(node, path, "tensor")
+        if array is None:
+            return lambda: target
+        if array.shape == target.shape and self.dtypes_fit(text, array.dtype, target.stored(text).dtype):
+            self.match.wants += target.wants(array, text)
+        else:
+            self.fill(text, array, target.boxes(text), target.shape)
+        return lambda: target
+
     def ndarray(self, target: npt.NDArray[Any], node: Node, path: TreePath) -> Finish:
         text = path_text(path)
         shard = ndarray_shard(target, text)[0]
-        number = self.array_number(node, path, "ndarray")
-        if number is None:
+        array = self.stored(node, path, "ndarray")
+        if array is None:
             return lambda: target
         check_writable(shard, target)
-        entry = self.manifest.arrays[number]
         stored_dtype, dtype = node.get("numpy"), target.dtype.name if target.dtype.isbuiltin == 2 else target.dtype.str
         if stored_dtype != dtype:
             self.match.problems.dtypes[text] = (stored_dtype, dtype)
-        elif entry.dtype != shard.dtype:
-            raise FormatError(f"{text!r}: a numpy array of {stored_dtype} does not fit its stored {entry.dtype} array")
-        elif entry.shape != shard.shape:
+        elif array.dtype != shard.dtype:
+            raise FormatError(f"{text!r}: a numpy array of {stored_dtype} does not fit its stored {array.dtype} array")
+        elif array.shape != shard.shape and shard.shape != target.shape:  # raw bytes, which cannot be resized
             self.match.problems.shapes[text] = (tuple(node["shape"]), tuple(target.shape))
-        self.match.wants.append((number, shard))
+        else:
+            self.fill(text, array, [shard], shard.shape)
         return lambda: target
 
-    def array_number(self, node: Node, path: TreePath, kind: str) -> int | None:
-        """The stored array that a target asks for; None where something else is stored there."""
+    def stored(self, node: Node, path: TreePath, kind: str) -> VirtualArray | None:
+        """What a target asks for; None where something else is stored there."""
         self.ask(node, path)
         if not is_array(node) or node["$"] != kind:
             self.match.problems.kinds[path_text(path)] = (_describe(node), kind)
             return None
-        return self.manifest.array_index[node["array"]]
+        return self.view.array(node)
+
+    def fill(self, text: str, array: VirtualArray, shards: Sequence[LocalShard], shape: tuple[int, ...]) -> None:
+        """``shards``: what this rank has of a target of ``shape``, each with a memory of its own."""
+        fitting = not shards or self.dtypes_fit(text, array.dtype, shards[0].dtype)
+        found = self.view.changes.resize(text)
+        if found is not None:
+            self.match.patterns.add(found[0])
+        if array.shape != shape and (found is None or not fits(array.shape, shape, found[1])):
+            self.match.problems.shapes[text] = (array.shape, shape)
+            return
+        if not fitting:
+            return
+        if array.shape != shape and found is not None:
+            self.match.resized[text] = (array.shape, shape)
+            parts = [resized(shard, array.shape, found[1]) for shard in shards]
+            self.fills += [fill for _, fill in parts]
+            shards = [shard for shard, _ in parts]
+        self.match.wants += [want for shard in shards for want in stored_wants(array, shard)]
+
+    def dtypes_fit(self, text: str, stored: str, target: str) -> bool:
+        if stored == target:
+            return True
+        fitting = self.view.changes.casts(stored, target)
+        (self.match.cast if fitting else self.match.problems.dtypes)[text] = (stored, target)
+        return fitting
 
     def per_rank(self, target: PerRank, node: Node, path: TreePath) -> Finish:
         text = path_text(path)
@@ -250,7 +316,7 @@ class _Matcher:
         """Every leaf of a part of the target that is not stored at all."""
         if is_stateful(target):
             target = target.state_dict()
-        if isinstance(target, dict) and target:
+        if isinstance(target, (dict, FlatShards)) and target:
             for key, item in target.items():
                 self.missing(item, (*path, key_token(values.encode(key))), (*keys, key))
         elif isinstance(target, (list, tuple, deque)) and _holds_targets(target):
@@ -270,7 +336,8 @@ def _holds_targets(target: Any) -> bool:
         return any(_holds_targets(item) for item in target)
     if isinstance(target, (SimpleNamespace, Namespace)):
         return _holds_targets(vars(target))
-    return isinstance(target, (torch.Tensor, ShardedTensor, np.ndarray, PerRank)) or is_stateful(target)
+    kinds = (torch.Tensor, ShardedTensor, np.ndarray, PerRank, FlatShard, FlatShards)
+    return isinstance(target, kinds) or is_stateful(target)
 
 
 def _describe(node: Node) -> str:
@@ -305,7 +372,8 @@ def _rebuilt_tuple(target: Any, parts: dict[Any, Finish]) -> Any:
 
 def check_root(state: Any) -> None:
     """Raises InvalidStateError for a target that cannot be changed in place."""
-    if not (isinstance(state, (dict, list, torch.Tensor, ShardedTensor, np.ndarray, PerRank)) or is_stateful(state)):
+    kinds = (dict, list, torch.Tensor, ShardedTensor, np.ndarray, PerRank, FlatShards)
+    if not (isinstance(state, kinds) or is_stateful(state)):
         raise InvalidStateError(
             f"load() fills its target in place, which a {type(state).__name__} does not allow: pass a dict or a list"
         )

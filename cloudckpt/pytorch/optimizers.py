@@ -10,15 +10,15 @@ from torch.distributed.tensor import DTensor
 
 from cloudckpt.format import values
 from cloudckpt.format.dtypes import DTYPES
-from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.tree import Node, children, is_array
+from cloudckpt.plan.rename import View
 
 LocalShape = Callable[[values.Path, Sequence[int]], tuple[int, ...]]
 """From the keys below the optimizer's state and a global shape to the shape that this rank has of it by rule."""
 
 
 def complete_state(
-    optimizer: torch.optim.Optimizer, state: dict[str, Any], node: Node, manifest: Manifest, local_shape: LocalShape
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], node: Node, view: View, local_shape: LocalShape
 ) -> None:
     """Add to ``state`` (a fresh ``optimizer.state_dict()``) what only the checkpoint has, for parameters that exist.
 
@@ -30,7 +30,7 @@ def complete_state(
     for index, entries in _children(stored):
         if type(index) is int and 0 <= index < len(params) and index not in state["state"]:
             state["state"][index] = {
-                name: _blank(params[index], entry, manifest, ("state", index, name), local_shape)
+                name: _blank(params[index], entry, view, ("state", index, name), local_shape)
                 for name, entry in _children(entries)
             }
 
@@ -52,14 +52,14 @@ def _children(node: Node) -> list[tuple[Any, Node]]:
     return [(key, child) for key, child in children(node) or () if isinstance(key, (str, int))]
 
 
-def _blank(param: torch.Tensor, node: Node, manifest: Manifest, keys: values.Path, local_shape: LocalShape) -> Any:
+def _blank(param: torch.Tensor, node: Node, view: View, keys: values.Path, local_shape: LocalShape) -> Any:
     """A target of the right kind; its values do not matter."""
     if not is_array(node) or node["$"] != "tensor":
         return None
-    entry = manifest.arrays[manifest.array_index[node["array"]]]
+    entry = view.array(node)
     dtype = getattr(torch, entry.dtype) if entry.dtype in DTYPES else param.dtype
-    shape = entry.shape if isinstance(param, DTensor) else local_shape(keys, entry.shape)
-    if tuple(param.shape) == shape:
+    shape = view.shape_for(node, tuple(param.shape))
+    if tuple(param.shape) == (shape if isinstance(param, DTensor) else local_shape(keys, shape)):
         return torch.zeros_like(param, dtype=dtype).detach()
     # Step counters stay on the host, where torch's optimizers make them.
     local = param.to_local() if isinstance(param, DTensor) else param

@@ -16,6 +16,7 @@ from cloudckpt.format.tree import key_token
 from cloudckpt.plan.shard import PieceTable
 from cloudckpt.plan.tree import LeafSpec, RankTree
 from cloudckpt.pytorch.describe import Describer
+from cloudckpt.pytorch.flat import FlatShard, FlatShards
 from cloudckpt.pytorch.per_rank import PerRank, encode_per_rank
 from cloudckpt.pytorch.sharded import ShardedTensor
 from cloudckpt.pytorch.shards import LocalShard, ndarray_shard
@@ -86,6 +87,12 @@ class _Collector:
                 raise InvalidStateError(f"{values.dotted(path)!r}: unsupported numpy subclass {type(obj).__qualname__}")
             shard, name = ndarray_shard(obj, values.dotted(path))
             return {"$": "ndarray", "array": self._add(path, shard), "numpy": name, "shape": list(obj.shape)}
+        if isinstance(obj, FlatShards):
+            return values.encode(dict(obj), leaf=self.leaf, allow_pickle=self.allow_pickle, path=path)
+        if isinstance(obj, FlatShard):
+            logical = obj.logical_shape
+            fields = {} if logical is None else {"logical_shape": list(logical)}
+            return {"$": "tensor", "array": self._add(path, obj.stored(values.dotted(path))), **fields}
         if isinstance(obj, PerRank):
             return encode_per_rank(obj, path, self.allow_pickle)
         if is_stateful(obj):

@@ -30,7 +30,7 @@ class Targets:
             (number, shard, piece)
             for number, shard in sorted(wants, key=lambda want: want[0])
             for piece in shard.pieces
-            if piece.box.num_elements
+            if 0 not in piece.shape
         ]
         self.table = PieceTable.build((number, piece.box) for number, _, piece in rows)
         self.fields = [Field(shard, piece) for _, shard, piece in rows]

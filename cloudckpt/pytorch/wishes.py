@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from cloudckpt.errors import InvalidStateError, MismatchError
 from cloudckpt.format.tree import TreePath, path_text
+from cloudckpt.plan.changes import Resizes
 from cloudckpt.plan.rules import ShardingRules, check_all_matched
 from cloudckpt.pytorch.fill import Problems
 from cloudckpt.pytorch.links import NamedSet
@@ -38,6 +39,7 @@ class Wish:
     """One rank's part of the comparison. ``asked``: a bit for every stored leaf, in tree order.
 
     ``arguments``: what all ranks must have called the function with. ``matched``: numbers of sharding rules.
+    ``patterns``: of ``resize`` that name something. ``cast``, ``resized``: as in the report.
     ``sharing``: None if the rank reads by itself.
     """
 
@@ -46,6 +48,9 @@ class Wish:
     arguments: tuple[tuple[str, Any], ...]
     has_objects: bool
     matched: tuple[int, ...]
+    patterns: frozenset[str]
+    cast: Mapping[str, tuple[str, str]]
+    resized: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     sharing: Sharing | None
 
 
@@ -62,17 +67,28 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What ``strict=False`` forgives, whether any rank has objects to load into, and how to share (or why not)."""
+    """What ``strict=False`` forgives, what is changed on request, and how to share (or why not).
+
+    ``has_objects``: whether any rank has objects to load into.
+    """
 
     missing: list[str]
     unexpected: list[str]
     has_objects: bool
+    cast: dict[str, tuple[str, str]]
+    resized: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     agreement: Agreement | None
     reason: str
 
 
 def judge(
-    wishes: Sequence[Wish], stored: Sequence[TreePath], where: str, *, strict: bool, rules: ShardingRules | None
+    wishes: Sequence[Wish],
+    stored: Sequence[TreePath],
+    where: str,
+    *,
+    strict: bool,
+    rules: ShardingRules | None,
+    resize: Resizes | None,
 ) -> Verdict:
     """On the coordinator: all ranks' differences at once. Raises MismatchError, or InvalidStateError for the call."""
     for rank, wish in enumerate(wishes):
@@ -80,6 +96,9 @@ def judge(
             if first != own:
                 raise InvalidStateError(f"load() got {name}={first!r} on rank 0 but {name}={own!r} on rank {rank}")
     check_all_matched(rules, [wish.matched for wish in wishes], map(path_text, stored))
+    idle = [pattern for pattern in resize or () if not any(pattern in wish.patterns for wish in wishes)]
+    if idle:
+        raise InvalidStateError(f"resize: nothing in the target matches {', '.join(map(repr, idle))}")
     asked = np.zeros(len(stored), dtype=bool)
     problems = Problems()
     for wish in wishes:
@@ -93,7 +112,9 @@ def judge(
     if problems.is_readable and (not strict or not (problems.missing or unexpected)):
         has_objects = any(wish.has_objects for wish in wishes)
         agreement, reason = _agree([wish.sharing for wish in wishes])
-        return Verdict(problems.missing, unexpected, has_objects, agreement, reason)
+        cast = {path: dtypes for wish in wishes for path, dtypes in wish.cast.items()}
+        resized = {path: shapes for wish in wishes for path, shapes in wish.resized.items()}
+        return Verdict(problems.missing, unexpected, has_objects, cast, resized, agreement, reason)
     raise _mismatch(problems, unexpected, where, strict)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt.errors import InvalidStateError, MismatchError
+from cloudckpt.errors import MismatchError
 
 CASES = [
     (torch.tensor([16777217], dtype=torch.int32), torch.float32),
@@ -38,9 +38,20 @@ def test_lenient_loads_do_not_cast_either(tmp_path: Path, strict: bool):
         cloudckpt.load({"w": torch.zeros(1)}, tmp_path / "c", strict=strict)
 
 
-def test_a_cast_that_is_asked_for_is_never_half_done(tmp_path: Path):
-    cloudckpt.save({"w": CASES[0][0]}, tmp_path / "c")
-    target = {"w": torch.zeros(1)}
-    with pytest.raises(InvalidStateError, match="cast=True is not supported"):
+def test_a_cast_that_is_asked_for_gives_the_values_of_to_and_is_reported(tmp_path: Path):
+    stored = CASES[1][0]
+    cloudckpt.save({"w": stored}, tmp_path / "c")
+    target = {"w": torch.zeros(1, dtype=torch.bfloat16)}
+    report = cloudckpt.load(target, tmp_path / "c", cast=True)
+    assert torch.equal(target["w"], stored.to(torch.bfloat16))
+    assert report.cast == {"w": ("float32", "bfloat16")}
+
+
+@pytest.mark.parametrize("case", [0, 3, 4])
+def test_numbers_that_count_are_never_cast(tmp_path: Path, case: int):
+    stored, dtype = CASES[case]
+    cloudckpt.save({"w": stored}, tmp_path / "c")
+    target = {"w": torch.full((1,), 7, dtype=dtype)}
+    with pytest.raises(MismatchError):
         cloudckpt.load(target, tmp_path / "c", cast=True)
-    assert target["w"].item() == 0
+    assert target["w"].item() == 7

@@ -427,7 +427,7 @@ def save_trained(url: str, config: ParallelConfig) -> None:
 
 
 def resume_trained(url: str, config: ParallelConfig, steps: int) -> bool:
-    """Whether it goes on as if it had never stopped. ``steps`` of training before the load; 0: there is no state yet."""
+    """Whether it goes on as if it had never stopped. ``steps``: of training before the load."""
     layer, optimizer = trained(config, dist.get_rank(), steps)
     cloudckpt.load({"model": layer, "optim": optimizer}, url, rules=layer_rules(config))
     expected, other = trained(config, dist.get_rank(), 2)
