@@ -94,7 +94,9 @@ def judge(
     for rank, wish in enumerate(wishes):
         for (name, first), (_, own) in zip(wishes[0].arguments, wish.arguments, strict=True):
             if first != own:
-                raise InvalidStateError(f"load() got {name}={first!r} on rank 0 but {name}={own!r} on rank {rank}")
+                raise InvalidStateError(
+                    f"load() was called with {name}={first!r} on rank 0 but {name}={own!r} on rank {rank}"
+                )
     check_all_matched(rules, [wish.matched for wish in wishes], map(path_text, stored))
     idle = [pattern for pattern in resize or () if not any(pattern in wish.patterns for wish in wishes)]
     if idle:
