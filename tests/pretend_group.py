@@ -1,16 +1,17 @@
 """``pretendccl``: collectives for tensors of the pretend accelerator only, as picky as the real ones.
 
 It refuses tensors of other devices, object collectives, and the dtypes that HCCL does not know. The
-bytes travel over gloo, through host copies. What has been received is in its tensor no earlier than
-in ``wait()``: whoever forgets to wait sees it.
+bytes travel over gloo, through host copies.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch._C._distributed_c10d import (
     BarrierOptions,
     BroadcastOptions,
     ProcessGroupGloo,
+    _create_work_from_future,
 )
 
 from tests import pretend_device
@@ -46,33 +48,16 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Pret
     return PretendGroup(store, rank, size, timeout)
 
 
-class _Work(dist._Work):
-    def __init__(self, inner: dist.Work | None, finish: Callable[[], None]) -> None:
-        super().__init__()
-        self._inner = inner
-        self._finish: Callable[[], None] | None = finish
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if self._finish is not None:
-            if self._inner is not None:
-                self._inner.wait()
-            self._finish()
-            self._finish = None
-        return True
-
-    def is_completed(self) -> bool:
-        return self._finish is None or self._inner is None or self._inner.is_completed()
-
-    def is_success(self) -> bool:
-        return self._inner is None or self._inner.is_success()
-
-
 class PretendGroup(dist.ProcessGroup):
-    """A Python process group stands for all devices of its group: none is left for gloo beside it."""
+    """A Python process group stands for all devices of its group: none is left for gloo beside it.
+
+    ``sent_bytes``: by collective, what this rank gave to it.
+    """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._gloo = ProcessGroupGloo(store, rank, size, timeout)
+        self.sent_bytes: Counter[str] = Counter()
         self._name = ""
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's names
@@ -89,20 +74,25 @@ class PretendGroup(dist.ProcessGroup):
     def pg_name(self) -> str:
         return self._name
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """torch asks backends for it, which a Python process group has none of."""
+        return [torch.device(pretend_device.NAME)]
+
     def broadcast(self, tensors: Tensors, options: BroadcastOptions) -> dist.Work:
-        hosts = self._sent(tensors)
-        return _Work(self._gloo.broadcast(hosts, options), lambda: _fill(tensors, hosts))
+        hosts = self._sent("broadcast", tensors)
+        return _work(self._gloo.broadcast(hosts, options), lambda: _fill(tensors, hosts))
 
     def allreduce(self, tensors: Tensors, options: AllreduceOptions) -> dist.Work:
-        hosts = self._sent(tensors)
-        return _Work(self._gloo.allreduce(hosts, options), lambda: _fill(tensors, hosts))
+        hosts = self._sent("allreduce", tensors)
+        return _work(self._gloo.allreduce(hosts, options), lambda: _fill(tensors, hosts))
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, options: AllgatherOptions) -> dist.Work:
-        hosts = self._sent(inputs)
+        hosts = self._sent("allgather", inputs)
         received = [[torch.empty(t.shape, dtype=t.dtype) for t in _checked(ranks)] for ranks in outputs]
         work = self._gloo.allgather(received, hosts, options)
         pairs = [pair for ranks, got in zip(outputs, received, strict=True) for pair in zip(ranks, got, strict=True)]
-        return _Work(work, lambda: _fill(*zip(*pairs, strict=True)))
+        return _work(work, lambda: _fill(*zip(*pairs, strict=True)))
 
     def alltoall_base(
         self,
@@ -112,17 +102,34 @@ class PretendGroup(dist.ProcessGroup):
         source_sizes: list[int],
         options: AllToAllOptions,
     ) -> dist.Work:
-        host = self._sent([source])[0]
+        host = self._sent("alltoall", [source])[0]
         received = torch.empty(_checked([output])[0].shape, dtype=output.dtype)
         work = self._gloo.alltoall_base(received, host, output_sizes, source_sizes, options)
-        return _Work(work, lambda: _fill([output], [received]))
+        return _work(work, lambda: _fill([output], [received]))
 
     def barrier(self, opts: BarrierOptions) -> dist.Work:
-        return _Work(self._gloo.barrier(opts), lambda: None)
+        return _work(self._gloo.barrier(opts), lambda: None)
 
-    def _sent(self, tensors: Tensors) -> list[torch.Tensor]:
+    def _sent(self, collective: str, tensors: Tensors) -> list[torch.Tensor]:
         """Contiguous host copies of what this rank holds now."""
+        self.sent_bytes[collective] += sum(tensor.nbytes for tensor in tensors)
         return [pretend_device.host_view(tensor).clone() for tensor in _checked(tensors)]
+
+
+def _work(inner: dist.Work, finish: Callable[[], None]) -> dist.Work:
+    """Done once ``finish`` is. Made of a future: nobody asks a work of Python's own whether it is completed."""
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+
+    def after(done: torch.futures.Future[Any]) -> None:
+        try:
+            done.wait()
+            finish()
+            future.set_result([])
+        except RuntimeError as error:
+            future.set_exception(error)
+
+    inner.get_future().add_done_callback(after)
+    return _create_work_from_future(future)
 
 
 def _checked(tensors: Tensors) -> Tensors:

@@ -23,7 +23,11 @@ from tests.servers.nodes import FABRIC, STORAGE, Cluster, Traffic
 REPOSITORY = str(Path(__file__).parents[2])
 RANKS_PER_NODE = 2
 TIMEOUT_S = 120.0
-LOADS: dict[str, dict[str, Any]] = {"none": {"exchange": "none"}}
+LOADS: dict[str, dict[str, Any]] = {
+    "none": {"exchange": "none"},
+    "world": {"exchange": "auto", "exchange_scope": "world"},
+    "node": {"exchange": "auto", "exchange_scope": "node"},
+}
 
 OVERHEAD = 1.03
 """Heads of packets and answers, and packets that were sent twice."""
@@ -119,4 +123,27 @@ def test_without_exchange_every_rank_gets_what_it_wants_from_the_store(phases: d
     assert least <= traffic.from_store <= most
     for received in traffic.from_storage:
         assert least / 2 <= received <= most / 2
+    assert max(traffic.to_store, *traffic.to_fabric) < SMALL_BYTES
+
+
+def test_exchange_in_the_world_gets_each_byte_from_the_store_once(phases: dict[str, Phase]):
+    traffic, report = phases["world"].traffic, phases["world"].report
+    assert report is not None
+    least, most = about(NBYTES, 1)
+    assert least <= traffic.from_store <= most
+    assert report["bytes_needed"] <= report["bytes_fetched"] <= report["bytes_needed"] * OVERHEAD
+    # Each node lacks what the other one has read, be it told once or to each of its ranks.
+    assert NBYTES <= sum(traffic.to_fabric) <= 2 * most
+    assert traffic.to_store < SMALL_BYTES
+
+
+def test_exchange_in_nodes_gets_each_byte_once_per_node_and_sends_none_to_the_other(phases: dict[str, Phase]):
+    traffic, report = phases["node"].traffic, phases["node"].report
+    assert report is not None
+    least, most = about(NBYTES, 2)
+    assert least <= traffic.from_store <= most
+    for received in traffic.from_storage:
+        assert least / 2 <= received <= most / 2
+    assert 2 * report["bytes_needed"] <= report["bytes_fetched"] <= 2 * report["bytes_needed"] * OVERHEAD
+    assert report["bytes_sent"] >= NBYTES
     assert max(traffic.to_store, *traffic.to_fabric) < SMALL_BYTES
