@@ -14,7 +14,7 @@ from cloudckpt.plan.coalesce import coalesce
 from cloudckpt.plan.exchange import ExchangePlan, decoded_bytes, plan_exchange
 from cloudckpt.plan.parallel import ParallelConfig
 from cloudckpt.plan.reads import StoredChunks, plan_load
-from cloudckpt.plan.rules import ShardingRules, check_all_matched, wanted_pieces
+from cloudckpt.plan.rules import ShardingRules, check_all_matched, check_recorded, wanted_pieces
 from cloudckpt.plan.shard import PieceTable
 from cloudckpt.plan.wants import Wants
 
@@ -96,12 +96,18 @@ def load_costs(
     not fit the stored tensors, or match none.
     """
     config = rules.config()
-    leaves = [
-        (manifest.array_index[node["array"]], path_text(path), node["$"] == "tensor")
+    nodes = [
+        (manifest.array_index[node["array"]], path_text(path), node)
         for path, node in array_leaves(manifest.document.tree)
     ]
-    leaves.sort(key=lambda leaf: leaf[0])
+    nodes.sort(key=lambda leaf: leaf[0])
+    leaves = [(number, path, node["$"] == "tensor") for number, path, node in nodes]
     tensors = [(path, manifest.arrays[number].shape) for number, path, is_tensor in leaves if is_tensor]
+    layouts = [rules.layout(path, len(shape)) for path, shape in tensors]
+    recorded = [node.get("layout") for _, _, node in nodes if node["$"] == "tensor"]
+    for (path, _), layout, told in zip(tensors, layouts, recorded, strict=True):
+        if layout is not None:
+            check_recorded(layout, config, told, path)
     check_all_matched(rules, [rules.match(path) for path, _ in tensors], [path for path, _ in tensors])
     numbers = np.array([number for number, _, is_tensor in leaves if is_tensor], dtype=np.int64)
     # Numpy arrays have no layout: every rank wants all of them.
@@ -119,7 +125,7 @@ def load_costs(
     return LoadCosts(
         config,
         num_tensors=len(tensors),
-        num_cut=sum(rules.layout(path, len(shape)) is not None for path, shape in tensors),
+        num_cut=sum(layout is not None for layout in layouts),
         needed=needed,
         job_needed=exchange.bytes_needed,
         costs=costs,

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format import values
 from cloudckpt.format.containers import TensorParts
-from cloudckpt.format.tree import Node, key_token
+from cloudckpt.format.tree import Node, children, key_token
 
 _OWN = frozenset({"DTensor", "AsyncCollectiveTensor"})
 """Torch's wrappers that are tensors of a state in their own right."""
@@ -38,6 +38,16 @@ def tensor_parts(tensor: torch.Tensor, text: str) -> TensorParts:
         raise InvalidStateError(f"{fault}: its context cannot be stored: {error}") from error
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorParts(inner, kind=kind, dtype=dtype, shape=tensor.shape, context=node)
+
+
+def check_uncut(node: Node, parts: TensorParts, text: str) -> None:
+    """Raises InvalidStateError if rules cut an inner tensor: what the whole would then be only the class can tell."""
+    cut = [str(key) for key, child in children(node) or () if "layout" in child]
+    if cut:
+        raise InvalidStateError(
+            f"{text!r}: unsupported tensor subclass {parts.kind}: rules cut its inner tensors {', '.join(cut)}; "
+            "store these instead, as ShardedTensors"
+        )
 
 
 def stored_parts(node: Node) -> TensorParts | None:

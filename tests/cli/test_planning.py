@@ -23,12 +23,12 @@ RULE_ARGUMENTS = ["--rule", "*.wq=tp:0", "--rule", "*.wo=tp:1,dp_shard:0"]
 
 
 def state(rows: float = 1, columns: float = 1) -> dict[str, Any]:
-    """A model of two layers, or a part of it by the RULES."""
+    """A model of two layers, or a part of it by the RULES. Sizes fill whole multiples of an exchange's alignment."""
     layers = {
         str(i): {"wq": torch.ones(int(64 * rows), 64), "wo": torch.ones(int(64 * columns), int(64 * rows))}
         for i in range(2)
     }
-    return {"model": layers, "norm": torch.ones(100), "numbers": np.arange(9), "step": 3}
+    return {"model": layers, "norm": torch.ones(100), "numbers": np.arange(8), "step": 3}
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +128,19 @@ def test_wrong_usage(
 def test_rules_that_do_not_fit_the_checkpoint(url: str, capsys: pytest.CaptureFixture[str], rule: str, message: str):
     assert main(["plan", url, "--mesh", "tp=2", "--rule", rule]) == 1
     assert message in capsys.readouterr().err
+
+
+def save_packed(url: str) -> None:
+    rules = cloudckpt.ShardingRules([("qkv", {"tp": 0}, {0: [8, 4, 4]})], cloudckpt.ParallelConfig(tp=2))
+    cloudckpt.save({"qkv": torch.ones(8, 2)}, url, rules=rules)
+
+
+def test_segments_other_than_those_of_the_checkpoint_are_refused(
+    tmp_path: Path, ranks: RankPool, capsys: pytest.CaptureFixture[str]
+):
+    ranks.run(2, save_packed, str(tmp_path))
+    assert main(["plan", str(tmp_path), "--mesh", "tp=4", "--rule", "qkv=tp:0"]) == 1
+    assert "saved with the segments [8, 4, 4]" in capsys.readouterr().err
 
 
 def test_it_needs_no_torch(url: str):

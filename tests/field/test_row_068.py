@@ -47,6 +47,11 @@ def load(url: str) -> list[bool]:
     ]
 
 
+def save_by_rule(url: str) -> CloudckptError | None:
+    rules = cloudckpt.ShardingRules([("*.codes", {"tp": 0})], cloudckpt.ParallelConfig(tp=2))
+    return error_of(lambda: cloudckpt.save({"x": quantised()}, url, rules=rules))
+
+
 def save_in_dtensor(url: str) -> CloudckptError | None:
     half = slice(256 * dist.get_rank(), 256 * (dist.get_rank() + 1))
     local = quantised(CODES[half], SCALE[dist.get_rank() : dist.get_rank() + 1])
@@ -67,6 +72,12 @@ def test_inside_of_a_dtensor_it_is_refused_by_name(ranks: RankPool, tmp_path: Pa
         assert type(error) is InvalidStateError
         assert f"'opt.exp_avg': unsupported tensor subclass {NAME}" in str(error)
     assert not (tmp_path / "c" / "manifest.json").exists()
+
+
+def test_cut_by_rules_it_is_refused_by_name(ranks: RankPool, tmp_path: Path):
+    for error in ranks.run(2, save_by_rule, str(tmp_path / "c")):
+        assert type(error) is InvalidStateError
+        assert f"'x': unsupported tensor subclass {NAME}: rules cut its inner tensors codes" in str(error)
 
 
 def test_read_gives_the_parts_without_importing_the_class(tmp_path: Path):
