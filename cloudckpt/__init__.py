@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from cloudckpt._save import Commit, save
     from cloudckpt.checkpoint import Checkpoint, open_checkpoint
     from cloudckpt.config import Config
+    from cloudckpt.format.containers import TensorParts
     from cloudckpt.interop.zarr_view import open_zarr
     from cloudckpt.plan.changes import Resize
     from cloudckpt.plan.flat import FlatLayout, FlatParam
@@ -40,6 +41,7 @@ _HOMES = {
     "Resize": "cloudckpt.plan.changes",
     "Split": "cloudckpt.plan.rename",
     "Stack": "cloudckpt.plan.rename",
+    "TensorParts": "cloudckpt.format.containers",
     "Transpose": "cloudckpt.plan.rename",
     "Unstack": "cloudckpt.plan.rename",
     "errors": "cloudckpt.errors",
@@ -67,6 +69,7 @@ __all__ = [
     "ShardingRules",
     "Split",
     "Stack",
+    "TensorParts",
     "Transpose",
     "Unstack",
     "errors",

@@ -41,6 +41,20 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
+def accelerated_ranks() -> Iterator[RankPool]:
+    """Ranks on the pretend accelerator; processes of their own, since a device cannot be taken away again."""
+    from torch.utils import backend_registration
+
+    from tests import pretend_group
+
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this version of torch takes no device from Python")
+    pool = RankPool(pretend_group.BACKEND, pretend_group.install)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
     """``zygote.run([(function, *args), ...])`` calls functions in new processes, which may be killed."""
     started = Zygote()

@@ -1,4 +1,4 @@
-"""Real processes that run a function as the ranks of one job, on gloo.
+"""Real processes that run a function as the ranks of one job, on gloo or on a backend of the test's own.
 
 Starting a Python with torch takes seconds, so the processes are kept and used again; every call
 sets up a new process group, with a rendezvous of its own.
@@ -19,11 +19,13 @@ from typing import Any
 TIMEOUT_S = 100.0
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, backend: str, prepare: Callable[[], None] | None) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if prepare is not None:
+        prepare()
     while True:
         try:
             function, args, rank, world_size, port = pipe.recv()
@@ -33,7 +35,7 @@ def _serve(pipe: Connection) -> None:
         try:
             limit = timedelta(seconds=TIMEOUT_S)
             store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
             try:
                 answer = (True, function(*args))
             finally:
@@ -47,12 +49,15 @@ def _serve(pipe: Connection) -> None:
 class RankPool:
     """``run(n, function, *args)`` calls a module-level function in n processes; returns what they return, by rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "gloo", prepare: Callable[[], None] | None = None) -> None:
+        """``prepare``: a module-level function that each process calls when it starts."""
+        self._backend = backend
+        self._prepare = prepare
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         while len(self._workers) < num_ranks:
-            self._workers.append(_start())
+            self._workers.append(_start(self._backend, self._prepare))
         import torch.distributed as dist
 
         # Held here, on a port that the system chose: two pools that look for a free one can find the same.
@@ -82,10 +87,10 @@ class RankPool:
         self._workers.clear()
 
 
-def _start() -> tuple[Any, Connection]:
+def _start(backend: str, prepare: Callable[[], None] | None) -> tuple[Any, Connection]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, backend, prepare), daemon=True)
     # gloo would look up the host's name, which need not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     process.start()

@@ -48,6 +48,16 @@ def _parser() -> argparse.ArgumentParser:
     show = _add(commands, "show", "URL", "describe a checkpoint: tensors, values, chunk grids, who wrote what", _show)
     show.add_argument("--json", action="store_true", help="everything, as one JSON object")
     _add(commands, "verify", "URL", "read everything, name every fault; exit code 1 if there is one", _verify)
+    plan = _add(commands, "plan", "URL", "tell what a load under a layout would fetch, send and request", _plan)
+    plan.add_argument("--mesh", metavar="AXIS=SIZE,...", required=True, help="the job's axes: dp_shard=2,tp=4")
+    plan.add_argument("--order", help="the axes slowest first (pp,dp_shard,tp), or as Megatron has it (tp-cp-ep-dp-pp)")
+    plan.add_argument("--rules", metavar="FILE", help="JSON or TOML: a list of [pattern, {axis: dim}, {dim: [sizes]}]")
+    plan.add_argument(
+        "--rule", metavar="PATTERN=AXIS:DIM,...", action="append", default=[], help="one more rule; may be repeated"
+    )
+    plan.add_argument("--ranks-per-node", metavar="N", type=int, help="also tell what exchange within nodes costs")
+    plan.add_argument("--json", action="store_true", help="everything, as one JSON object")
+    plan.set_defaults(fail=plan.error)
     return parser
 
 
@@ -88,6 +98,14 @@ def _show(options: argparse.Namespace) -> int:
     from cloudckpt.cli.showing import show_checkpoint
 
     show_checkpoint(options.url, options.storage_options, as_json=options.json)
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from cloudckpt.cli.planning import Request, plan_checkpoint
+
+    chosen = Request(options.mesh, options.order, options.rules, options.rule, options.ranks_per_node, options.fail)
+    plan_checkpoint(options.url, options.storage_options, chosen, as_json=options.json)
     return 0
 
 

@@ -4,12 +4,56 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
 
 from cloudckpt.format.scalars import Fields, InexactError
+
+
+class TensorParts(dict[str, Any]):
+    """A tensor subclass as the tensors that it is made of, by the names of its attributes.
+
+    What ``read()`` gives for one: the class is not imported, so nothing of its own code runs. Call its
+    ``__tensor_unflatten__(parts, parts.context, parts.shape, None)`` for the tensor.
+
+    ``kind``: module and name of the class. ``dtype`` (torch's name) and ``shape`` are those that the
+    whole claims to have.
+    """
+
+    def __init__(self, parts: Mapping[str, Any], *, kind: str, dtype: str, shape: Sequence[int], context: Any) -> None:
+        super().__init__(parts)
+        self.kind = kind
+        self.dtype = dtype
+        self.shape = tuple(shape)
+        self.context_node = context
+
+    @property
+    def context(self) -> Any:
+        """What else the class needs to rebuild it; plain values."""
+        from cloudckpt.format import values  # which knows this module
+
+        return values.decode(self.context_node)
+
+    def __repr__(self) -> str:
+        return f"TensorParts({dict(self)}, kind={self.kind!r}, dtype={self.dtype!r}, shape={self.shape})"
+
+
+def _parts_fields(value: TensorParts) -> dict[str, Any]:
+    shape = list(value.shape)
+    return {"class": value.kind, "dtype": value.dtype, "shape": shape, "context": value.context_node}
+
+
+def _build_parts(children: dict[Any, Any], node: Fields) -> TensorParts:
+    kind, dtype, shape = node["class"], node["dtype"], node["shape"]
+    if type(kind) is not str or type(dtype) is not str:
+        raise ValueError("fields 'class' and 'dtype' must be strings")
+    if type(shape) is not list or not all(type(n) is int for n in shape):
+        raise ValueError("field 'shape' must be a list of ints")
+    if not all(type(name) is str for name in children):
+        raise ValueError("the name of an attribute is not a string")
+    return TensorParts(children, kind=kind, dtype=dtype, shape=shape, context=node["context"])
 
 
 def _no_fields(_: Any) -> dict[str, Any]:
@@ -85,6 +129,7 @@ _ALL = (
     Container(defaultdict, "mapping", _build_defaultdict, _factory_field),
     Container(SimpleNamespace, "attributes", _build_namespace),
     Container(Namespace, "attributes", _build_namespace),
+    Container(TensorParts, "mapping", _build_parts, _parts_fields),
 )
 BY_TYPE = {container.kind: container for container in _ALL}
 BY_TAG = {container.tag: container for container in _ALL if container is not LIST}

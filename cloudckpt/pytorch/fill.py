@@ -45,6 +45,7 @@ from cloudckpt.pytorch.resize import resized
 from cloudckpt.pytorch.sharded import ShardedTensor, fill_padding
 from cloudckpt.pytorch.shards import LocalShard, check_writable, ndarray_shard
 from cloudckpt.pytorch.state import is_stateful
+from cloudckpt.pytorch.subclass import is_made_of_tensors, kind_text, stored_parts, tensor_parts
 from cloudckpt.pytorch.views import stored_wants
 
 Finish = Callable[[], Any]
@@ -140,6 +141,8 @@ class _Matcher:
     def walk(self, target: Any, node: Node, path: TreePath, keys: values.Path) -> Finish:
         if isinstance(target, PerRank):
             return self.per_rank(target, node, path)
+        if is_made_of_tensors(target):
+            return self.subclass(target, node, path, keys)
         if isinstance(target, (torch.Tensor, ShardedTensor)):
             return self.tensor(target, node, path, keys)
         if isinstance(target, np.ndarray):
@@ -254,6 +257,21 @@ class _Matcher:
         (self.match.cast if fitting else self.match.problems.dtypes)[text] = (stored, target)
         return fitting
 
+    def subclass(self, target: torch.Tensor, node: Node, path: TreePath, keys: values.Path) -> Finish:
+        """Its inner tensors are filled where they are."""
+        text = path_text(path)
+        parts, stored = tensor_parts(target, text), stored_parts(node)
+        if stored is None or kind_text(stored) != kind_text(parts):
+            self.ask(node, path)
+            self.match.problems.kinds[text] = (_describe(node), kind_text(parts))
+            return lambda: target
+        if stored.dtype != parts.dtype:
+            self.match.problems.dtypes[text] = (stored.dtype, parts.dtype)
+        if stored.shape != parts.shape:
+            self.match.problems.shapes[text] = (stored.shape, parts.shape)
+        finish = self.mapping(parts, node, path, keys)
+        return lambda: (finish(), target)[1]
+
     def per_rank(self, target: PerRank, node: Node, path: TreePath) -> Finish:
         text = path_text(path)
         self.ask(node, path)
@@ -346,7 +364,8 @@ def _describe(node: Node) -> str:
     if isinstance(node, list):
         return "list"
     if isinstance(node, dict):
-        return str(node.get("$", "dict"))
+        parts = stored_parts(node)
+        return kind_text(parts) if parts is not None else str(node.get("$", "dict"))
     return type(node).__name__
 
 

@@ -152,8 +152,8 @@ def plain_tensor(tensor: torch.Tensor, text: str) -> torch.Tensor:
     if type(local) is not torch.Tensor:
         kind = type(local)
         raise InvalidStateError(
-            f"{text!r}: unsupported tensor subclass {kind.__module__}.{kind.__qualname__}; "
-            "store its inner tensors instead"
+            f"{text!r}: unsupported tensor subclass {kind.__module__}.{kind.__qualname__} here; "
+            "store its inner tensors, each with its own placement, instead"
         )
     if local.layout is not torch.strided:
         raise InvalidStateError(f"{text!r}: a tensor of layout {local.layout} cannot be stored; use to_dense()")

@@ -20,6 +20,7 @@ from cloudckpt.pytorch.flat import FlatShard, FlatShards
 from cloudckpt.pytorch.per_rank import PerRank, encode_per_rank
 from cloudckpt.pytorch.sharded import ShardedTensor
 from cloudckpt.pytorch.shards import LocalShard, ndarray_shard
+from cloudckpt.pytorch.subclass import check_uncut, is_made_of_tensors, tensor_parts
 
 
 @runtime_checkable
@@ -78,6 +79,11 @@ class _Collector:
         self._kept: list[Any] = []
 
     def leaf(self, path: values.Path, obj: Any) -> values.Node:
+        if is_made_of_tensors(obj):
+            parts = tensor_parts(obj, values.dotted(path))
+            node = values.encode(parts, leaf=self.leaf, allow_pickle=self.allow_pickle, path=path)
+            check_uncut(node, parts, values.dotted(path))
+            return node
         if isinstance(obj, (torch.Tensor, ShardedTensor)):
             shard = self.describer.shard(obj, path, values.dotted(path))
             layout = {} if shard.layout is None else {"layout": shard.layout}

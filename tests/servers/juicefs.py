@@ -15,7 +15,7 @@ KEY = "test-access-key"
 SECRET = "test-secret-key"
 
 
-def start_juicefs(folder: Path, *, port: int | None = None) -> S3Server:
+def start_juicefs(folder: Path, *, host: str = "127.0.0.1", port: int | None = None) -> S3Server:
     """Format a new volume in ``folder`` (unless one is there) and serve it; the caller stops it."""
     juicefs = find_binary("juicefs")
     folder.mkdir(parents=True, exist_ok=True)
@@ -30,13 +30,13 @@ def start_juicefs(folder: Path, *, port: int | None = None) -> S3Server:
         )
     port = port or free_port()
     process = start(
-        [juicefs, "gateway", meta, f"127.0.0.1:{port}", "--multi-buckets", "--keep-etag"]
+        [juicefs, "gateway", meta, f"{host}:{port}", "--multi-buckets", "--keep-etag"]
         # Without these, loads differ from run to run by the gateway's own read-ahead.
         + ["--cache-size", "0", "--prefetch", "0", "--buffer-size", "1024"]
         + ["--cache-dir", f"{folder}/cache", "--no-usage-report", "--log", str(folder / "juicefs.log")],
         log=log,
         env={"MINIO_ROOT_USER": KEY, "MINIO_ROOT_PASSWORD": SECRET},
     )
-    endpoint_url = f"http://127.0.0.1:{port}"
+    endpoint_url = f"http://{host}:{port}"
     wait_until_up(process, endpoint_url, log=log)
     return S3Server(endpoint_url=endpoint_url, key=KEY, secret=SECRET, process=process)
