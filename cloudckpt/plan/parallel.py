@@ -99,6 +99,10 @@ class ParallelConfig:
         given: Any = self.order
         if isinstance(given, str):
             given = [a for axis in reversed(given.split("-")) for a in (DENSE_AXES[1:3] if axis == "dp" else (axis,))]
+        if not isinstance(given, (list, tuple)):
+            raise InvalidStateError(
+                f"order must be a tuple of axes or a string such as 'tp-cp-ep-dp-pp', not {given!r}"
+            )
         order = list(given)
         unknown = [axis for axis in order if axis not in (*DENSE_AXES, "ep")]
         if unknown or len(set(order)) != len(order):

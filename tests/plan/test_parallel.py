@@ -79,6 +79,7 @@ def test_axes_of_one_rank_may_be_left_out() -> None:
         ({"etp": 0}, "axis etp"),
         ({"tp": 2, "ep": 3}, "the 2 ranks of a pipeline stage cannot be divided over ep=3 x etp=2"),
         ({"tp": 2, "etp": 4}, "ep=1 x etp=4"),
+        ({"order": 5}, "order must be a tuple of axes or a string"),
         ({"order": ("tp", "fsdp")}, r"unknown axes \['fsdp'\]"),
         ({"order": "tp-cp-tp"}, "an axis twice"),
         ({"order": ("tp",), "pp": 2}, "lacks pp"),
