@@ -59,7 +59,9 @@ def _blank(param: torch.Tensor, node: Node, view: View, keys: values.Path, local
     entry = view.array(node)
     dtype = getattr(torch, entry.dtype) if entry.dtype in DTYPES else param.dtype
     shape = view.shape_for(node, tuple(param.shape))
-    if tuple(param.shape) == (shape if isinstance(param, DTensor) else local_shape(keys, shape)):
+    if not isinstance(param, DTensor):
+        shape = local_shape(keys, shape)
+    if tuple(param.shape) == shape:
         return torch.zeros_like(param, dtype=dtype).detach()
     # Step counters stay on the host, where torch's optimizers make them.
     local = param.to_local() if isinstance(param, DTensor) else param
