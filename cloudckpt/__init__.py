@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from cloudckpt.interop.zarr_view import open_zarr
     from cloudckpt.plan.changes import Resize
     from cloudckpt.plan.flat import FlatLayout, FlatParam
+    from cloudckpt.plan.names import GlobalNames, global_expert_names, global_layer_names, merge_parts
     from cloudckpt.plan.parallel import ParallelConfig
     from cloudckpt.plan.rename import Concatenate, Split, Stack, Transpose, Unstack
     from cloudckpt.plan.rules import ShardingRules
     from cloudckpt.pytorch.flat import FlatShards
     from cloudckpt.pytorch.per_rank import PerRank
     from cloudckpt.pytorch.sharded import Piece, ShardedTensor
+    from cloudckpt.pytorch.training import TrainingState
 
 # Names are imported when they are first used: the command line and the format layer work without torch.
 _HOMES = {
@@ -32,6 +34,7 @@ _HOMES = {
     "FlatLayout": "cloudckpt.plan.flat",
     "FlatParam": "cloudckpt.plan.flat",
     "FlatShards": "cloudckpt.pytorch.flat",
+    "GlobalNames": "cloudckpt.plan.names",
     "LoadReport": "cloudckpt._load",
     "ParallelConfig": "cloudckpt.plan.parallel",
     "PerRank": "cloudckpt.pytorch.per_rank",
@@ -42,10 +45,14 @@ _HOMES = {
     "Split": "cloudckpt.plan.rename",
     "Stack": "cloudckpt.plan.rename",
     "TensorParts": "cloudckpt.format.containers",
+    "TrainingState": "cloudckpt.pytorch.training",
     "Transpose": "cloudckpt.plan.rename",
     "Unstack": "cloudckpt.plan.rename",
     "errors": "cloudckpt.errors",
+    "global_expert_names": "cloudckpt.plan.names",
+    "global_layer_names": "cloudckpt.plan.names",
     "load": "cloudckpt._load",
+    "merge_parts": "cloudckpt.plan.names",
     "open_checkpoint": "cloudckpt.checkpoint",
     "open_zarr": "cloudckpt.interop.zarr_view",
     "read": "cloudckpt._read",
@@ -60,6 +67,7 @@ __all__ = [
     "FlatLayout",
     "FlatParam",
     "FlatShards",
+    "GlobalNames",
     "LoadReport",
     "ParallelConfig",
     "PerRank",
@@ -70,10 +78,14 @@ __all__ = [
     "Split",
     "Stack",
     "TensorParts",
+    "TrainingState",
     "Transpose",
     "Unstack",
     "errors",
+    "global_expert_names",
+    "global_layer_names",
     "load",
+    "merge_parts",
     "open_checkpoint",
     "open_zarr",
     "read",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -193,6 +194,8 @@ def _assign(parts: Sequence[_Description], store: Store, rules: ShardingRules | 
     catalog.check_absent(store, overwrite=options.overwrite)
     merged = merge([part.tree for part in parts], values=options.values)
     check_all_matched(rules, [part.matched for part in parts], (plain.dotted(spec.path) for spec in merged.leaves))
+    for note in merged.notes:
+        warnings.warn(note, stacklevel=2)
     order = {spec.id: i for i, spec in enumerate(merged.leaves)}
     tables = [_renumbered(part, order) for part in parts]
     specs = [TensorSpec(plain.dotted(s.path), s.shape, dtype(s.dtype).itemsize) for s in merged.leaves]

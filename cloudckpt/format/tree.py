@@ -26,8 +26,12 @@ def key_token(key: Node) -> str:
 
 def path_text(path: TreePath) -> str:
     """The dotted path for people and for the lists in errors and reports."""
-    keys = (values.decode(msgspec.json.decode(token)) for token in path)
-    return values.dotted(tuple(keys))
+    return values.dotted(tree_keys(path))
+
+
+def tree_keys(path: TreePath) -> tuple[Any, ...]:
+    """The Python keys; of sequences the indices."""
+    return tuple(values.decode(msgspec.json.decode(token)) for token in path)
 
 
 def children(node: Node) -> list[tuple[Node, Node]] | None:

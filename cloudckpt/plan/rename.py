@@ -100,6 +100,11 @@ class View:
         self._manifest = manifest
         self._made = made
 
+    @property
+    def world_size(self) -> int:
+        """Of the job that saved."""
+        return self._manifest.document.world_size
+
     def array(self, node: Mapping[str, Any]) -> VirtualArray:
         """What a leaf of ``tree`` refers to. FormatError if its ``logical_shape`` does not fit the stored array."""
         found = self._made.get(node["array"])

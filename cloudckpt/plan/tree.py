@@ -23,6 +23,21 @@ from cloudckpt.format.values import decode, dotted
 
 
 @dataclass(frozen=True, slots=True)
+class Tie:
+    """What a rank says about an array that is declared as tied.
+
+    ``to``: the id of the array that it is a copy of, and ``text`` its dotted path; None for that array itself.
+    ``digests``: (box, digest) of every piece that the rank holds, equal where the bytes are. ``is_needed``: whether
+    ``to`` must be in the state.
+    """
+
+    to: str | None
+    digests: frozenset[Any]
+    text: str = ""
+    is_needed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LeafSpec:
     """One array as one rank describes it. ``id`` is a function of the path alone, and the node's ``array``.
 
@@ -37,6 +52,7 @@ class LeafSpec:
     checked: bool = False
     alias_of: str | None = None
     note: str = ""
+    tie: Tie | None = None
 
 
 @dataclass(frozen=True)
@@ -47,11 +63,15 @@ class RankTree:
 
 @dataclass(frozen=True)
 class MergedTree:
-    """``leaves``: distinct arrays, in tree order; ``names``: id to the array's final name, aliases too."""
+    """``leaves``: distinct arrays, in tree order; ``names``: id to the array's final name, aliases too.
+
+    ``notes``: what the caller should be told: ties that turned out to be none.
+    """
 
     node: Node
     leaves: tuple[LeafSpec, ...]
     names: dict[str, str]
+    notes: tuple[str, ...] = ()
 
 
 def merge(trees: Sequence[RankTree], *, values: str = "check") -> MergedTree:
@@ -63,10 +83,49 @@ def merge(trees: Sequence[RankTree], *, values: str = "check") -> MergedTree:
     holders = {i: tree.node for i, tree in enumerate(trees)}
     node = _merge_nodes(holders, (), keep_first=values == "rank0")
     by_id = {spec.id: spec for spec in specs}
+    notes = _tie_equal(by_id)
+    specs = list(by_id.values())
     order = [spec for spec in specs if spec.alias_of is None]
     unique = dict(zip((s.id for s in order), array_names([s.path for s in order]), strict=True))
     names = {i: unique[_root(by_id, spec)] for i, spec in by_id.items()}
-    return MergedTree(map_arrays(node, lambda leaf: {**leaf, "array": names[leaf["array"]]}), tuple(order), names)
+    tree = map_arrays(node, lambda leaf: {**leaf, "array": names[leaf["array"]]})
+    return MergedTree(tree, tuple(order), names, tuple(notes))
+
+
+def _tie_equal(by_id: dict[str, LeafSpec]) -> list[str]:
+    """Make aliases of the declared copies that are proved equal; says which are not, and are stored as they are."""
+    notes = []
+    for spec in [*by_id.values()]:
+        if spec.tie is None or spec.tie.to is None or spec.alias_of is not None:
+            continue
+        name, source_name = dotted(spec.path), spec.tie.text
+        source = by_id.get(spec.tie.to)
+        if source is None:
+            if spec.tie.is_needed:
+                raise InvalidStateError(
+                    f"{name!r} is declared to be tied to {source_name!r}, which no rank holds: correct tied="
+                )
+            continue
+        if source.tie is None:
+            raise InvalidStateError(
+                f"{source_name!r} is tied to {name!r} on some ranks only: pass the same tied= on all ranks"
+            )
+        fault = _untied(spec, spec.tie, source, source.tie)
+        if fault is not None:
+            notes.append(f"{name!r} is declared to be tied to {source_name!r}, but {fault}: both are stored")
+        elif by_id[_root(by_id, source)] is not spec:
+            by_id[spec.id] = replace(spec, alias_of=source.id)
+    return notes
+
+
+def _untied(spec: LeafSpec, tie: Tie, source: LeafSpec, source_tie: Tie) -> str | None:
+    if (spec.shape, spec.dtype) != (source.shape, source.dtype):
+        return f"they are of {spec.shape} {spec.dtype} and {source.shape} {source.dtype}"
+    if tie.digests == source_tie.digests:
+        return None
+    if {box for box, _ in tie.digests} != {box for box, _ in source_tie.digests}:
+        return "the ranks cut them differently, so that they cannot be compared"
+    return "they differ"
 
 
 def _root(by_id: dict[str, LeafSpec], spec: LeafSpec) -> str:
@@ -86,7 +145,8 @@ def _merge_leaves(trees: Sequence[RankTree]) -> list[LeafSpec]:
             _check_agree(seen, first, spec, rank)
             # Tied on one rank only: stored apart, so that no rank loses what it holds.
             tied = seen.alias_of if seen.alias_of == spec.alias_of else None
-            merged[spec.id] = (first, replace(seen, checked=seen.checked or spec.checked, alias_of=tied))
+            tie = _joined(seen, first, spec, rank)
+            merged[spec.id] = (first, replace(seen, checked=seen.checked or spec.checked, alias_of=tied, tie=tie))
     return [spec for _, spec in merged.values()]
 
 
@@ -96,6 +156,16 @@ def _check_agree(seen: LeafSpec, first: int, spec: LeafSpec, rank: int) -> None:
         if a != b:
             path = dotted(spec.path)
             raise InvalidStateError(f"{path!r} has {field} {a} on rank {first} but {b} on rank {rank}{spec.note}")
+
+
+def _joined(seen: LeafSpec, first: int, spec: LeafSpec, rank: int) -> Tie | None:
+    a, b = seen.tie, spec.tie
+    if (a is None) != (b is None) or (a is not None and b is not None and a.to != b.to):
+        raise InvalidStateError(
+            f"{dotted(spec.path)!r} is declared to be tied otherwise on rank {first} than on rank {rank}: "
+            "pass the same tied= on all ranks"
+        )
+    return a if a is None or b is None else replace(a, digests=a.digests | b.digests)
 
 
 def _kind(node: Node) -> str:

@@ -69,6 +69,9 @@ class Describer:
             return tuple(global_shape)
         return local_shape(layout.runs(global_shape, self._coordinates, self._config))
 
+    def has_rule(self, keys: values.Path) -> bool:
+        return self._rules is not None and bool(self._rules.match(values.dotted(keys)))
+
     def note(self, keys: values.Path) -> None:
         """A tensor that is there, though nothing is stored for it: its rules have not matched nothing."""
         if self._rules is not None:

@@ -24,9 +24,12 @@ class Digests:
 
 
 def shard_digests(shards: Mapping[str, LocalShard]) -> Digests:
-    return Digests(
-        {name: (shard.text, {p.box: _digest(shard, p.box) for p in shard.pieces}) for name, shard in shards.items()}
-    )
+    return Digests({name: (shard.text, piece_digests(shard)) for name, shard in shards.items()})
+
+
+def piece_digests(shard: LocalShard) -> dict[Box, tuple[int, int]]:
+    """Of every piece that holds anything."""
+    return {piece.box: _digest(shard, piece.box) for piece in shard.pieces if piece.box.num_elements}
 
 
 def _digest(shard: LocalShard, box: Box) -> tuple[int, int]:

@@ -33,19 +33,22 @@ from cloudckpt.format.tree import (
     key_token,
     leaves,
     path_text,
+    tree_keys,
 )
 from cloudckpt.plan.changes import fits
 from cloudckpt.plan.rename import View, renamed
 from cloudckpt.plan.virtual import VirtualArray
 from cloudckpt.pytorch.describe import Describer
 from cloudckpt.pytorch.flat import FlatShard, FlatShards
-from cloudckpt.pytorch.optimizers import complete_state, group_differences
+from cloudckpt.pytorch.module_names import load_object, object_state
+from cloudckpt.pytorch.optimizers import complete_state, convention_differences, group_differences
 from cloudckpt.pytorch.per_rank import PerRank, decode_inline, decode_rank_value
 from cloudckpt.pytorch.resize import resized
 from cloudckpt.pytorch.sharded import ShardedTensor, fill_padding
 from cloudckpt.pytorch.shards import LocalShard, check_writable, ndarray_shard
-from cloudckpt.pytorch.state import is_stateful
+from cloudckpt.pytorch.stateful import is_stateful
 from cloudckpt.pytorch.subclass import is_made_of_tensors, kind_text, stored_parts, tensor_parts
+from cloudckpt.pytorch.training import TrainingState, Within
 from cloudckpt.pytorch.views import stored_wants
 
 Finish = Callable[[], Any]
@@ -137,6 +140,7 @@ class _Matcher:
         self.describer = describer
         self.match = Match()
         self.fills: list[Callable[[], None]] = []
+        self.around: list[Within] = []
 
     def walk(self, target: Any, node: Node, path: TreePath, keys: values.Path) -> Finish:
         if isinstance(target, PerRank):
@@ -152,11 +156,17 @@ class _Matcher:
         if isinstance(target, FlatShards):
             finish = self.walk(dict(target), node, path, keys)
             return lambda: (finish(), target)[1]
+        if isinstance(target, TrainingState):
+            return self.training(target, node, path, keys)
         if is_stateful(target):
             self.match.has_objects = True
-            state = target.state_dict()
+            state = object_state(target)
             if isinstance(target, torch.optim.Optimizer):
-                self.match.problems.kinds.update(group_differences(state, node, path_text(path)))
+                differences = group_differences(state, node, path_text(path))
+                self.match.problems.kinds.update(differences)
+                if path_text(path) in differences:  # all of it is of another convention
+                    self.ask(node, path)
+                    return lambda: target
                 complete_state(
                     target,
                     state,
@@ -167,6 +177,11 @@ class _Matcher:
             finish = self.walk(state, node, path, keys)
             return lambda: _load_into(target, finish())
         if isinstance(target, dict) and is_mapping(node):
+            differences = convention_differences(target, node, path_text(path))
+            if differences:
+                self.match.problems.kinds.update(differences)
+                self.ask(node, path)
+                return lambda: target
             return self.mapping(target, node, path, keys)
         if isinstance(target, (list, tuple, deque)) and (holds_arrays(node) or _holds_targets(target)):
             return self.sequence(target, node, path, keys)
@@ -174,6 +189,42 @@ class _Matcher:
             finish = self.mapping(vars(target), node, path, keys)
             return lambda: (finish(), target)[1]
         return self.plain(target, node, path)
+
+    def training(self, target: TrainingState, node: Node, path: TreePath, keys: values.Path) -> Finish:
+        self.match.has_objects = True
+        if not is_mapping(node):
+            self.ask(node, path)
+            self.match.problems.kinds[path_text(path)] = (_describe(node), "TrainingState")
+            return lambda: target
+
+        def local_shape(
+            inner: values.Path, parameter: str, own: tuple[int, ...], shape: tuple[int, ...]
+        ) -> tuple[int, ...]:
+            if len(shape) == len(own) and not self.describer.has_rule((*keys, *inner)):
+                like = self.describer.local_shape((*keys, "model", parameter), shape)
+                return like if like == own else shape
+            return self.describer.local_shape((*keys, *inner), shape)
+
+        part = target.target(node, self.view, local_shape)
+        stored = dict(children(node) or ())
+        for key, kinds in part.kinds.items():
+            inner = (*path, key_token(key))
+            self.ask(stored[key], inner)
+            self.match.problems.kinds[path_text(inner)] = kinds
+        self.match.asked.update(
+            below for below, _ in leaves(node, path) if not target.includes(tree_keys(below[len(path) :]))
+        )
+        self.around.append(Within(keys, target))
+        fills = [self.mapping(state, node, path, keys) for state in part.states]
+        self.around.pop()
+
+        def finish() -> TrainingState:
+            for fill in fills:
+                fill()
+            part.apply()
+            return target
+
+        return finish
 
     def tensor(self, target: torch.Tensor | ShardedTensor, node: Node, path: TreePath, keys: values.Path) -> Finish:
         text = path_text(path)
@@ -183,6 +234,8 @@ class _Matcher:
         if array is None:
             self.describer.note(keys)
             return lambda: target
+        if self.around and not self.describer.has_rule(keys):
+            keys = self.around[-1].cut_like(keys, target)
         # Where the extents may differ, a rule must follow those of the target.
         global_shape = array.shape if self.view.changes.resize(text) is None else None
         shard = self.describer.shard(target, keys, text, global_shape=global_shape, recorded=node.get("layout"))
@@ -278,7 +331,15 @@ class _Matcher:
         if not (isinstance(node, dict) and node.get("$") == "per_rank"):
             self.match.problems.kinds[text] = (_describe(node), "PerRank")
             return lambda: target
-        value = decode_rank_value(node, self.rank, self.world_size, text, allow_pickle=self.allow_pickle)
+        value = decode_rank_value(
+            node,
+            target,
+            text,
+            rank=self.rank,
+            world_size=self.world_size,
+            saved_world_size=self.view.world_size,
+            allow_pickle=self.allow_pickle,
+        )
 
         def finish() -> PerRank:
             target.value = value
@@ -333,7 +394,7 @@ class _Matcher:
     def missing(self, target: Any, path: TreePath, keys: values.Path) -> None:
         """Every leaf of a part of the target that is not stored at all."""
         if is_stateful(target):
-            target = target.state_dict()
+            target = object_state(target)
         if isinstance(target, (dict, FlatShards)) and target:
             for key, item in target.items():
                 self.missing(item, (*path, key_token(values.encode(key))), (*keys, key))
@@ -370,7 +431,7 @@ def _describe(node: Node) -> str:
 
 
 def _load_into(target: Any, state: Any) -> Any:
-    target.load_state_dict(state)
+    load_object(target, state)
     return target
 
 

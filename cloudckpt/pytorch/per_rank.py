@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,20 +14,24 @@ from cloudckpt.format import values
 from cloudckpt.format.dtypes import DTYPES, numpy_dtype
 from cloudckpt.format.manifest import MAX_DIMS
 from cloudckpt.format.scalars import pack_bytes, unpack_bytes
-from cloudckpt.format.tree import values_by_rank
+from cloudckpt.format.tree import MAX_RANKS, values_by_rank
 from cloudckpt.pytorch.scratch import Scratch
 from cloudckpt.pytorch.shards import ndarray_shard, tensor_shard
+
+Merge = Callable[[list[Any], int, int], Any]
 
 
 class PerRank:
     """Marks state of which every rank keeps its own: random number generators, data loaders.
 
-    On load, a rank gets back what the rank of the same number saved; another world size is an
-    error. As a target, ``value`` is replaced.
+    On load, a rank gets back what the rank of the same number saved. On another number of ranks the target's
+    ``merge(states, rank, world_size)`` makes the value out of all that were saved, by rank (None for a rank that
+    saved none); without ``merge`` that is an error. As a target, ``value`` is replaced.
     """
 
-    def __init__(self, value: Any = None) -> None:
+    def __init__(self, value: Any = None, *, merge: Merge | None = None) -> None:
         self.value = value
+        self.merge = merge
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"
@@ -35,7 +40,7 @@ class PerRank:
 def encode_per_rank(item: PerRank, path: values.Path, allow_pickle: bool) -> dict[str, Any]:
     return {
         "$": "per_rank",
-        "value": values.encode(item.value, leaf=_encode_inline, allow_pickle=allow_pickle, path=path),
+        "value": values.encode(item.value, leaf=encode_inline, allow_pickle=allow_pickle, path=path),
     }
 
 
@@ -44,18 +49,42 @@ def decode_inline(node: Any, *, allow_pickle: bool = False) -> Any:
     return values.decode(node, leaf=_decode_inline, allow_pickle=allow_pickle)
 
 
-def decode_rank_value(node: dict[str, Any], rank: int, world_size: int, text: str, *, allow_pickle: bool) -> Any:
-    """What ``rank`` saved. Raises InvalidStateError on another world size: no rule could be right for every kind."""
+def decode_rank_value(
+    node: dict[str, Any],
+    target: PerRank,
+    text: str,
+    *,
+    rank: int,
+    world_size: int,
+    saved_world_size: int,
+    allow_pickle: bool,
+) -> Any:
+    """What ``target`` gets. Raises InvalidStateError on another world size: no rule could be right for every kind."""
     held = values_by_rank(node)
-    if rank not in held or max(held) >= world_size:
+    if world_size == saved_world_size and rank in held:
+        return decode_inline(held[rank], allow_pickle=allow_pickle)
+    if world_size == saved_world_size:
+        raise InvalidStateError(f"{text!r} was saved by ranks {_some(held)}, and not by rank {rank}")
+    if target.merge is None:
         raise InvalidStateError(
-            f"{text!r} was saved per rank by ranks {sorted(held)} and cannot be given to rank {rank} of "
-            f"{world_size}: leave it out of the target (strict=False), or read() it and divide it yourself"
+            f"{text!r} was saved per rank by ranks {_some(held)} of {saved_world_size} and cannot be given to rank "
+            f"{rank} of {world_size}: pass PerRank(merge=...) (TrainingState: dataloader_merge=...) to divide it, "
+            "leave it out of the target (strict=False), or read() it and divide it yourself"
         )
-    return decode_inline(held[rank], allow_pickle=allow_pickle)
+    states = [
+        decode_inline(held[r], allow_pickle=allow_pickle) if r in held else None
+        for r in range(max(min(saved_world_size, MAX_RANKS), max(held, default=-1) + 1))
+    ]
+    return target.merge(states, rank, world_size)
 
 
-def _encode_inline(path: values.Path, obj: Any) -> values.Node:
+def _some(held: dict[int, Any]) -> str:
+    shown = sorted(held)
+    return str(shown) if len(shown) <= 16 else f"{shown[0]} to {shown[-1]} ({len(shown)} ranks)"
+
+
+def encode_inline(path: values.Path, obj: Any) -> values.Node:
+    """A tensor or array with its bytes, for `values.encode`; None for all else."""
     text = values.dotted(path)
     if isinstance(obj, torch.Tensor):
         shard = tensor_shard(obj, text)

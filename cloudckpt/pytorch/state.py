@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,26 +14,17 @@ from cloudckpt.format import values
 from cloudckpt.format.manifest import MeshEntry
 from cloudckpt.format.tree import key_token
 from cloudckpt.plan.shard import PieceTable
-from cloudckpt.plan.tree import LeafSpec, RankTree
+from cloudckpt.plan.tree import LeafSpec, RankTree, Tie
 from cloudckpt.pytorch.describe import Describer
+from cloudckpt.pytorch.digest import piece_digests
 from cloudckpt.pytorch.flat import FlatShard, FlatShards
+from cloudckpt.pytorch.module_names import object_state
 from cloudckpt.pytorch.per_rank import PerRank, encode_per_rank
 from cloudckpt.pytorch.sharded import ShardedTensor
 from cloudckpt.pytorch.shards import LocalShard, ndarray_shard
+from cloudckpt.pytorch.stateful import is_stateful
 from cloudckpt.pytorch.subclass import check_uncut, is_made_of_tensors, tensor_parts
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object whose state stands for it: modules, optimizers, schedulers, data loaders."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any, /) -> Any: ...
-
-
-def is_stateful(obj: object) -> bool:
-    return isinstance(obj, Stateful) and not isinstance(obj, type)
+from cloudckpt.pytorch.training import TrainingState, Within
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +68,8 @@ class _Collector:
         self.shards: dict[str, LocalShard] = {}
         self._seen: dict[tuple[Any, ...], str] = {}
         self._kept: list[Any] = []
+        self._training: list[Within] = []
+        self._digests: dict[tuple[Any, ...], frozenset[Any]] = {}
 
     def leaf(self, path: values.Path, obj: Any) -> values.Node:
         if is_made_of_tensors(obj):
@@ -85,7 +78,7 @@ class _Collector:
             check_uncut(node, parts, values.dotted(path))
             return node
         if isinstance(obj, (torch.Tensor, ShardedTensor)):
-            shard = self.describer.shard(obj, path, values.dotted(path))
+            shard = self.describer.shard(obj, self._cut_like(path, obj), values.dotted(path))
             layout = {} if shard.layout is None else {"layout": shard.layout}
             return {"$": "tensor", "array": self._add(path, shard)} | layout
         if isinstance(obj, np.ndarray):
@@ -102,13 +95,37 @@ class _Collector:
         if isinstance(obj, PerRank):
             return encode_per_rank(obj, path, self.allow_pickle)
         if is_stateful(obj):
-            inner = obj.state_dict()
+            inner = object_state(obj)
             self._kept.append(inner)  # ids of temporaries must not be used twice
-            return values.encode(inner, leaf=self.leaf, allow_pickle=self.allow_pickle, path=path)
+            around = [Within(path, obj)] if isinstance(obj, TrainingState) else []
+            self._training += around
+            node = values.encode(inner, leaf=self.leaf, allow_pickle=self.allow_pickle, path=path)
+            del self._training[len(self._training) - len(around) :]
+            return node
+        return None
+
+    def _cut_like(self, path: values.Path, obj: torch.Tensor | ShardedTensor) -> values.Path:
+        if not self._training or self.describer.has_rule(path):
+            return path
+        return self._training[-1].cut_like(path, obj)
+
+    def _tie(self, path: values.Path, shard: LocalShard) -> Tie | None:
+        """What is declared as tied must prove that it is equal, on whatever ranks the two are."""
+        for within in self._training[-1:]:
+            source, is_tied = within.tie(path)
+            if is_tied:
+                if shard.identity not in self._digests:
+                    self._digests[shard.identity] = frozenset(piece_digests(shard).items())
+                digests = self._digests[shard.identity]
+                if source is None:
+                    return Tie(None, digests)
+                # A parameter without optimizer state is nothing wrong, one without itself is.
+                is_needed = source[len(within.prefix)] == "model"
+                return Tie(_leaf_id(source), digests, values.dotted(source), is_needed=is_needed)
         return None
 
     def _add(self, path: values.Path, shard: LocalShard) -> str:
-        name = key_token(values.encode(path))  # not the array's name, which depends on the other paths
+        name = _leaf_id(path)
         alias = self._seen.setdefault(shard.identity, name)
         self.specs.append(
             LeafSpec(
@@ -119,8 +136,14 @@ class _Collector:
                 checked=not shard.placed,
                 alias_of=alias if alias != name else None,
                 note=_RULE_NOTE if shard.layout is not None else "",
+                tie=self._tie(path, shard),
             )
         )
         # Kept for aliases too: another rank may not have them tied.
         self.shards[name] = shard
         return name
+
+
+def _leaf_id(path: values.Path) -> str:
+    """Not the array's name, which depends on the other paths."""
+    return key_token(values.encode(path))

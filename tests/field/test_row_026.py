@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import cloudckpt
+from cloudckpt import TrainingState
 from cloudckpt.errors import InvalidStateError
 from tests.ranks import RankPool
 from tests.sharding import error_of
@@ -71,3 +73,41 @@ def test_not_marked_it_is_refused(ranks: RankPool, tmp_path: Path):
         assert isinstance(error, InvalidStateError)
         assert "'rng'" in str(error)
         assert "PerRank" in str(error)
+
+
+def train_and_go_on(url: str) -> list[float]:
+    seed = 100 + dist.get_rank()
+    torch.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    random.seed(seed)
+    draw()
+    cloudckpt.save({"train": TrainingState(torch.nn.Module())}, url)
+    return draw()
+
+
+def resume_training(url: str) -> tuple[list[float], list[str]]:
+    draw()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        cloudckpt.load({"train": TrainingState(torch.nn.Module())}, url)
+    return draw(), [str(w.message) for w in told]
+
+
+def test_training_state_goes_on_or_derives_new_streams(ranks: RankPool, tmp_path: Path):
+    url = str(tmp_path / "c")
+    expected = ranks.run(4, train_and_go_on, url)
+    assert [numbers for numbers, _ in ranks.run(4, resume_training, url)] == expected
+    seen = {tuple(numbers) for numbers in expected}
+    for num_ranks in (2, 8):
+        answers = ranks.run(num_ranks, resume_training, url)
+        again = ranks.run(num_ranks, resume_training, url)
+        assert [numbers for numbers, _ in again] == [numbers for numbers, _ in answers]
+        assert ["every rank starts a new stream" in "".join(told) for _, told in answers] == [
+            rank == 0 for rank in range(num_ranks)
+        ]
+        # Distinct per rank, per generator, and from every saved stream and every other number of ranks.
+        for part in (slice(0, 3), slice(3, 6), slice(6, 9)):
+            assert len({tuple(numbers[part]) for numbers, _ in answers}) == num_ranks
+        assert not seen & {tuple(numbers) for numbers, _ in answers}
+        seen |= {tuple(numbers) for numbers, _ in answers}
+    assert len(seen) == 4 + 2 + 8
