@@ -2,7 +2,8 @@
 
     python benchmarks/plan_bench.py --ranks 4096 --tensors 2000
 
-The tensors are those of a large Llama, saved by FSDP2 x TP on one mesh and loaded on another.
+The tensors are those of a large Llama, saved by FSDP2 x TP on one mesh and loaded on another; with exchange, on
+one with replicas (HSDP x TP), where every rank first takes in the wants of all, and plans its own part.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cloudckpt.config import Config
+from cloudckpt.plan.exchange import plan_exchange
+from cloudckpt.plan.exchange_part import part_of_rank
 from cloudckpt.plan.reads import StoredChunks, plan_load
 from cloudckpt.plan.shard import DimShard, PieceTable, Runs, TensorSpec, dim_runs
+from cloudckpt.plan.wants import Wants, decode_table, encode_table
 from cloudckpt.plan.writes import SavePlan, plan_save
 
 T = TypeVar("T")
@@ -31,10 +35,11 @@ ITEMSIZE = 4
 class Mesh:
     dp: int
     tp: int
+    replicas: int = 1
 
     @property
     def size(self) -> int:
-        return self.dp * self.tp
+        return self.replicas * self.dp * self.tp
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Weight:
 
     def runs(self, mesh: Mesh, rank: int) -> tuple[Runs, ...]:
         """The indices along every dim that a rank holds: FSDP2 cuts dim 0 of what TP has left."""
-        dp, tp = divmod(rank, mesh.tp)
+        dp, tp = divmod(rank % (mesh.dp * mesh.tp), mesh.tp)
         cuts: list[list[DimShard]] = [[] for _ in self.shape]
         cuts[0].append(DimShard(mesh.dp, dp, split_factor=mesh.tp if self.tp_dim == 0 else 1))
         if self.tp_dim is not None:
@@ -83,8 +88,7 @@ class PlanFigures:
 
 def measure_plans(num_ranks: int = 1024, num_tensors: int = 1000) -> list[PlanFigures]:
     """Time plan_save on a mesh with 8-way TP, and plan_load on one with 4-way TP."""
-    weights = [_WEIGHTS[i % len(_WEIGHTS)] for i in range(num_tensors)]
-    specs = [TensorSpec(f"{i}.{w.name}", w.shape, ITEMSIZE) for i, w in enumerate(weights)]
+    weights, specs = _model(num_tensors)
     held = _tables(weights, Mesh(num_ranks // 8, 8))
     wanted = _tables(weights, Mesh(num_ranks // 4, 4))
     config = Config()
@@ -95,6 +99,36 @@ def measure_plans(num_ranks: int = 1024, num_tensors: int = 1000) -> list[PlanFi
         _, load_s = _timed(lambda: plan_load(stored, wanted, read_bytes=config.read_bytes))
     times = {"plan_save": save_s, "plan_load": load_s}
     return [PlanFigures(what, num_ranks, num_tensors, len(plan.owner), s, barred) for what, s in times.items()]
+
+
+def measure_exchange(num_ranks: int = 4096, num_tensors: int = 2000) -> list[PlanFigures]:
+    """Time what one rank does for a load with exchange: on a mesh with 8 replicas, and on one where all ranks differ."""
+    weights, specs = _model(num_tensors)
+    config = Config()
+    saved = plan_save(specs, _tables(weights, Mesh(num_ranks // 8, 8)), chunk_bytes=config.chunk_bytes)
+    stored = _stored(saved)
+    meshes = {"8 replicas": Mesh(num_ranks // 32, 4, replicas=8), "all ranks differ": Mesh(num_ranks // 4, 4)}
+    figures = []
+    for name, mesh in meshes.items():
+        wants = Wants.of(_tables(weights, mesh))
+        told = [encode_table(table) for table in wants.tables]
+
+        def plan() -> None:
+            known = Wants([decode_table(data) for data in told], wants.table)
+            exchange = plan_exchange(stored, known, buffer_bytes=config.memory_bytes // 2)
+            part_of_rank(exchange, 0, read_bytes=config.read_bytes)
+
+        with _one_core():
+            _, seconds = _timed(plan)
+        what = f"plan_load with exchange, {name}, {sum(map(len, told)) / 1e6:.1f} MB of wants"
+        barred = (num_ranks, num_tensors) == (4096, 2000)
+        figures.append(PlanFigures(what, num_ranks, num_tensors, len(saved.owner), seconds, barred))
+    return figures
+
+
+def _model(num_tensors: int) -> tuple[list[Weight], list[TensorSpec]]:
+    weights = [_WEIGHTS[i % len(_WEIGHTS)] for i in range(num_tensors)]
+    return weights, [TensorSpec(f"{i}.{w.name}", w.shape, ITEMSIZE) for i, w in enumerate(weights)]
 
 
 def _tables(weights: Sequence[Weight], mesh: Mesh) -> list[PieceTable]:
@@ -154,7 +188,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1024, help="a multiple of 8 (default: 1024)")
     parser.add_argument("--tensors", type=int, default=1000, help="default: 1000")
     args = parser.parse_args()
-    for figures in measure_plans(args.ranks, args.tensors):
+    for figures in [*measure_plans(args.ranks, args.tensors), *measure_exchange(args.ranks, args.tensors)]:
         sizes = f"{figures.num_ranks:,} ranks x {figures.num_tensors:,} tensors, {figures.num_chunks:,} chunks"
         print(f"{figures.what}: {figures.seconds:.2f} s ({sizes})")
     return 0
