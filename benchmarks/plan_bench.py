@@ -102,7 +102,7 @@ def measure_plans(num_ranks: int = 1024, num_tensors: int = 1000) -> list[PlanFi
 
 
 def measure_exchange(num_ranks: int = 4096, num_tensors: int = 2000) -> list[PlanFigures]:
-    """Time what one rank does for a load with exchange: on a mesh with 8 replicas, and on one where all ranks differ."""
+    """Time what one rank does for a load with exchange: with 8 replicas, and where all ranks differ."""
     weights, specs = _model(num_tensors)
     config = Config()
     saved = plan_save(specs, _tables(weights, Mesh(num_ranks // 8, 8)), chunk_bytes=config.chunk_bytes)
@@ -113,7 +113,7 @@ def measure_exchange(num_ranks: int = 4096, num_tensors: int = 2000) -> list[Pla
         wants = Wants.of(_tables(weights, mesh))
         told = [encode_table(table) for table in wants.tables]
 
-        def plan() -> None:
+        def plan(told: list[bytes] = told, wants: Wants = wants) -> None:
             known = Wants([decode_table(data) for data in told], wants.table)
             exchange = plan_exchange(stored, known, buffer_bytes=config.memory_bytes // 2)
             part_of_rank(exchange, 0, read_bytes=config.read_bytes)

@@ -7,6 +7,7 @@ through rounds in step; what a round has read travels while the next one is bein
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cloudckpt.config import MIB
-from cloudckpt.format.grid import Ints
-from cloudckpt.plan.overlap import chunk_bounds, group_rows, overlaps
+from cloudckpt.format.grid import Grid, Ints
+from cloudckpt.plan.overlap import chunk_bounds, group_rows, overlaps, runs, stable_order
 from cloudckpt.plan.reads import StoredChunks
 from cloudckpt.plan.shard import PieceTable, padded_bounds
 from cloudckpt.plan.share import Sets, choose_owners, group_into_sets
@@ -40,12 +41,16 @@ MAX_GROUPS = 8
 
 @dataclass(frozen=True, eq=False)
 class Overlaps:
-    """What tables and chunks have in common; by chunk, then table, then piece. ``nbytes``: of the common part."""
+    """What tables and chunks have in common; by chunk, then table, then piece. ``nbytes``: of the common part.
+
+    ``row``: the number of the chunk among those that anybody wants.
+    """
 
     table: Ints
     piece: Ints
     chunk: Ints
     nbytes: Ints
+    row: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +110,8 @@ def plan_exchange(
     found = wanted_overlaps(stored, wants.tables)
     num_holders = np.bincount(wants.table, minlength=len(wants.tables))
     pair_chunk, pair_table, pair_bytes = _pairs(found)
-    chunk, first, num_pairs = _runs(pair_chunk)
+    chunk, first = runs(pair_chunk)
+    num_pairs = np.diff(np.append(first, len(pair_chunk)))
     num_ranks = np.add.reduceat(num_holders[pair_table], first) if len(chunk) else chunk
     sets = group_into_sets(pair_table, first, num_pairs, wants.table)
     nbytes = stored.nbytes[chunk]
@@ -145,40 +151,60 @@ def wanted_overlaps(stored: StoredChunks, tables: Sequence[PieceTable]) -> Overl
     table = np.repeat(np.arange(len(tables), dtype=np.int64), [len(t) for t in tables])
     piece = np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(len(t), dtype=np.int64) for t in tables)])
     tensor = np.concatenate([np.zeros(0, dtype=np.int64), *(t.tensor for t in tables)])
-    bounds = np.concatenate([np.zeros((0, 2 * dims), dtype=np.int64), *(padded_bounds(t, dims) for t in tables)])
+    # Half the memory, which is what takes the time; larger tensors are rare.
+    largest = max((extent for grid in stored.grids for extent in grid.shape), default=0)
+    kind = np.int32 if largest < 2**31 else np.int64
+    bounds = np.concatenate([np.zeros((0, 2 * dims), kind), *(padded_bounds(t, dims).astype(kind) for t in tables)])
     columns: list[tuple[Ints, ...]] = [(np.zeros(0, dtype=np.int64),) * 4]
+    # The layers of a model are alike: what was found for one tensor holds for the others of its kind.
+    known: dict[tuple[Grid, bytes], tuple[Ints, Ints, Ints]] = {}
     for number, rows in zip(*group_rows(tensor), strict=True):
-        grid = stored.grids[number]
-        n = len(grid.shape)
-        offset, shape = bounds[rows, :n], bounds[rows, dims : dims + n]
-        box, chunk = overlaps(grid, offset, shape)
-        order = np.argsort(chunk, kind="stable")  # rows are by table and piece already
-        box, chunk = box[order], chunk[order]
-        start, end = chunk_bounds(grid, chunk)
-        common = np.minimum(end, (offset + shape)[box]) - np.maximum(start, offset[box])
+        grid, boxes = stored.grids[number], bounds[rows]
+        key = (grid, hashlib.blake2b(boxes.tobytes(), digest_size=16).digest())
+        if key not in known:
+            known[key] = _common(grid, boxes[:, : len(grid.shape)], boxes[:, dims : dims + len(grid.shape)])
+        box, chunk, elements = known[key]
         held = rows[box]
-        size = common.prod(axis=1) * stored.itemsizes[number]
-        columns.append((table[held], piece[held], chunk + stored.first_chunks[number], size))
-    return Overlaps(*(np.concatenate(parts) for parts in zip(*columns, strict=True)))
+        columns.append(
+            (table[held], piece[held], chunk + stored.first_chunks[number], elements * stored.itemsizes[number])
+        )
+    held_by, wanted, chunk, nbytes = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+    new = np.ones(len(chunk), dtype=bool)
+    new[1:] = chunk[1:] != chunk[:-1]
+    return Overlaps(held_by, wanted, chunk, nbytes, np.cumsum(new) - 1)
+
+
+def _common(grid: Grid, offset: Ints, shape: Ints) -> tuple[Ints, Ints, Ints]:
+    """``(box, chunk, number of common elements)`` of every pair that meets, by chunk, then box."""
+    box, chunk = overlaps(grid, offset, shape)
+    order = stable_order(chunk)
+    box, chunk = box[order], chunk[order]
+    start, end = chunk_bounds(grid, chunk)
+    common = np.minimum(end, (offset + shape)[box]) - np.maximum(start, offset[box])
+    return box, chunk, common.prod(axis=1)
 
 
 def decoded_bytes(stored: StoredChunks, chunk: Ints) -> Ints:
-    """Of whole chunks, without padding."""
+    """Of whole chunks, without padding; ``chunk`` ascends."""
     out = np.zeros(len(chunk), dtype=np.int64)
-    # Arrays without chunks share their first chunk with the next: "right" skips them.
-    array = np.searchsorted(stored.first_chunks, chunk, side="right") - 1
-    for number, rows in zip(*group_rows(array), strict=True):
-        start, end = chunk_bounds(stored.grids[number], chunk[rows] - stored.first_chunks[number])
-        out[rows] = (end - start).prod(axis=1) * stored.itemsizes[number]
+    first = stored.first_chunks
+    # Arrays without chunks share their first chunk with the next: they have no rows here.
+    starts = np.searchsorted(chunk, np.append(first, chunk[-1:] + 1))
+    known: dict[Grid, Ints] = {}
+    for number in np.nonzero(np.diff(starts))[0].tolist():
+        grid = stored.grids[number]
+        if grid not in known:
+            known[grid] = _chunk_elements(grid)
+        rows = slice(starts[number], starts[number + 1])
+        out[rows] = known[grid][chunk[rows] - first[number]] * stored.itemsizes[number]
     return out
 
 
-def _runs(values: Ints) -> tuple[Ints, Ints, Ints]:
-    """Distinct values of a sorted column, the first row of each, and its number of rows."""
-    new = np.ones(len(values), dtype=bool)
-    new[1:] = values[1:] != values[:-1]
-    first = np.nonzero(new)[0]
-    return values[first], first, np.diff(np.append(first, len(values)))
+def _chunk_elements(grid: Grid) -> Ints:
+    elements = np.ones(1, dtype=np.int64)
+    for edges in grid.edges:
+        elements = (elements[:, None] * np.diff(edges)[None, :]).reshape(-1)
+    return elements
 
 
 def _pairs(found: Overlaps) -> tuple[Ints, Ints, Ints]:
@@ -192,9 +218,8 @@ def _pairs(found: Overlaps) -> tuple[Ints, Ints, Ints]:
 
 def _own_bytes(found: Overlaps, wants: Wants, chunk: Ints, reader: Ints) -> Ints:
     """What the reader of every chunk wants of it itself."""
-    row = np.searchsorted(chunk, found.chunk)
-    own = wants.table[reader[row]] == found.table
-    return np.bincount(row[own], weights=found.nbytes[own], minlength=len(chunk)).astype(np.int64)
+    own = wants.table[reader[found.row]] == found.table
+    return np.bincount(found.row[own], weights=found.nbytes[own], minlength=len(chunk)).astype(np.int64)
 
 
 def _broadcasts(
@@ -240,7 +265,7 @@ class _Rounds:
     def __init__(
         self, nbytes: Ints, reader: Ints, order: Ints, sent: Ints, received: Ints, table: Ints, num_pairs: Ints
     ) -> None:
-        by_reader = order[np.argsort(reader[order], kind="stable")]
+        by_reader = order[stable_order(reader[order])]
         start = np.cumsum(nbytes[by_reader]) - nbytes[by_reader]
         first = np.searchsorted(reader[by_reader], reader[by_reader])
         self._start = np.empty_like(nbytes)

@@ -67,7 +67,7 @@ class ExchangePart:
 def part_of_rank(plan: ExchangePlan, rank: int, *, read_bytes: int) -> ExchangePart:
     """What ``rank`` does. The order of everything is a function of the plan alone."""
     found = plan.overlaps
-    at = np.searchsorted(plan.chunk, found.chunk)
+    at = found.row
     is_mine = found.table == plan.wants.table[rank]
     is_read = plan.reader[at] == rank
     table = plan.wants.tables[int(plan.wants.table[rank])]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from cloudckpt.format.box import Box
 from cloudckpt.format.grid import Grid, Ints
 
 FEW = 6
 """So many boxes are compared each with each sooner than numpy is called."""
+
+
+AnyInt = TypeVar("AnyInt", bound=np.integer[Any])
 
 
 def overlaps(grid: Grid, offset: Ints, shape: Ints) -> tuple[Ints, Ints]:
@@ -46,10 +51,25 @@ def chunk_bounds(grid: Grid, chunk: Ints) -> tuple[Ints, Ints]:
 
 def group_rows(values: Ints) -> tuple[Ints, Sequence[Ints]]:
     """Distinct values, ascending, and the row numbers of each."""
-    order = np.argsort(values, kind="stable")
-    distinct, starts = np.unique(values[order], return_index=True)
+    order = stable_order(values)
+    distinct, starts = runs(values[order])
     # Split always returns a part, also of nothing.
     return distinct, np.split(order, starts[1:]) if len(order) else []
+
+
+def stable_order(values: Ints) -> Ints:
+    """``argsort`` that keeps equal values in order; values are not negative."""
+    # Radix sort, which numpy has for 16 bits only, takes a fraction of the time.
+    small = len(values) and int(values.max()) < 2**16
+    return np.argsort(values.astype(np.uint16) if small else values, kind="stable")
+
+
+def runs(values: npt.NDArray[AnyInt]) -> tuple[npt.NDArray[AnyInt], Ints]:
+    """The value of every run of equal ones, and the row at which it starts."""
+    new = np.ones(len(values), dtype=bool)
+    new[1:] = values[1:] != values[:-1]
+    starts = np.nonzero(new)[0]
+    return values[starts], starts
 
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:

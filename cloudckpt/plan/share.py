@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloudckpt.format.grid import Ints
-from cloudckpt.plan.overlap import group_rows
+from cloudckpt.plan.overlap import group_rows, runs, stable_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,17 +24,21 @@ def group_into_sets(pair_table: Ints, first: Ints, num_pairs: Ints, table: Ints)
     """Chunk i is wanted by the tables ``pair_table[first[i] : first[i] + num_pairs[i]]``; rank r has ``table[r]``."""
     if not len(first):
         return Sets(first, [])
-    # A set is told by the sum of its members' hashes, and its size.
-    digest = np.add.reduceat(_mixed(pair_table), first) ^ _mixed(num_pairs)
-    _, example, number = np.unique(digest, return_index=True, return_inverse=True)
-    by_table = np.argsort(table, kind="stable")
+    # A set is told by the sum of its members' hashes, and its size. Neighbours mostly have the same.
+    hashes = _mixed(np.arange(int(pair_table.max()) + 1))
+    digest = np.add.reduceat(hashes[pair_table], first) ^ _mixed(np.arange(int(num_pairs.max()) + 1))[num_pairs]
+    digests, starts = runs(digest)
+    _, example, run_number = np.unique(digests, return_index=True, return_inverse=True)
+    example = starts[example]
+    number = np.repeat(run_number.reshape(-1), np.diff(np.append(starts, len(digest))))
+    by_table = stable_order(table)
     ends = np.searchsorted(table[by_table], np.arange(int(pair_table.max()) + 2))
     ranks = []
     for chunk in example.tolist():
         tables = pair_table[first[chunk] : first[chunk] + num_pairs[chunk]].tolist()
         members = np.concatenate([by_table[ends[t] : ends[t + 1]] for t in tables])
         ranks.append(np.sort(members))
-    return Sets(number.reshape(-1), ranks)
+    return Sets(number, ranks)
 
 
 def _mixed(values: Ints) -> npt.NDArray[np.uint64]:

@@ -46,18 +46,18 @@ def table_digest(table: PieceTable) -> bytes:
 
 def encode_table(table: PieceTable) -> bytes:
     """Neighbouring rows differ little: the differences compress to a few bytes a row."""
-    columns = _columns(table)
-    differences = np.diff(columns, axis=1, prepend=0)
-    header = np.array([len(table), table.offset.shape[1]], dtype="<i8").tobytes()
-    return header + zlib.compress(differences.astype("<i8").tobytes(), 1)
+    differences = np.diff(_columns(table), axis=1, prepend=0)
+    itemsize = 4 if int(np.abs(differences).max(initial=0)) < 2**31 else 8
+    header = np.array([len(table), table.offset.shape[1], itemsize], dtype="<i8").tobytes()
+    return header + zlib.compress(differences.astype(f"<i{itemsize}").tobytes(), 1)
 
 
 def decode_table(data: bytes) -> PieceTable:
     """The inverse of `encode_table`."""
-    count, dims = np.frombuffer(data[:16], dtype="<i8").tolist()
-    differences = np.frombuffer(zlib.decompress(data[16:]), dtype="<i8").reshape(1 + 2 * dims, count)
+    count, dims, itemsize = np.frombuffer(data[:24], dtype="<i8").tolist()
+    differences = np.frombuffer(zlib.decompress(data[24:]), dtype=f"<i{itemsize}").reshape(1 + 2 * dims, count)
     columns = np.cumsum(differences, axis=1, dtype=np.int64)
-    return PieceTable(columns[0], columns[1 : 1 + dims].T.copy(), columns[1 + dims :].T.copy())
+    return PieceTable(columns[0], columns[1 : 1 + dims].T, columns[1 + dims :].T)
 
 
 def _columns(table: PieceTable) -> Ints:
