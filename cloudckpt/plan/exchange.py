@@ -109,9 +109,11 @@ def plan_exchange(
     """``buffer_bytes``: host memory for parts under way, per rank. ``free_groups``: ranks that have a group already."""
     found = wanted_overlaps(stored, wants.tables)
     num_holders = np.bincount(wants.table, minlength=len(wants.tables))
-    pair_chunk, pair_table, pair_bytes = _pairs(found)
-    chunk, first = runs(pair_chunk)
-    num_pairs = np.diff(np.append(first, len(pair_chunk)))
+    new_pair, pair_bytes = _pairs(found)
+    pair_row, pair_table = found.row[new_pair], found.table[new_pair]
+    _, first = runs(pair_row)
+    chunk = found.chunk[new_pair[first]]
+    num_pairs = np.diff(np.append(first, len(pair_row)))
     num_ranks = np.add.reduceat(num_holders[pair_table], first) if len(chunk) else chunk
     sets = group_into_sets(pair_table, first, num_pairs, wants.table)
     nbytes = stored.nbytes[chunk]
@@ -122,10 +124,9 @@ def plan_exchange(
     shared = num_ranks > 1
     group, groups = _broadcasts(sets, shared, decoded, used, mode, free_groups, max_groups)
     sent = np.where(group >= 0, decoded, used) * shared
-    received = np.where((group >= 0)[np.repeat(np.arange(len(chunk)), num_pairs)], 0, pair_bytes)
-    received += np.repeat(np.where(group >= 0, decoded, 0), num_pairs)
-    received *= np.repeat(shared, num_pairs)
-    rounds = _Rounds(nbytes, reader, order, sent, received, pair_table, num_pairs)
+    received = np.where(group >= 0, decoded, 0)[pair_row]
+    received = np.where(received, received, pair_bytes) * shared[pair_row]
+    rounds = _Rounds(nbytes, reader, order, sent, received, pair_table, pair_row)
     number, peak = rounds.fit(buffer_bytes) if shared.any() else (np.zeros_like(chunk), 0)
     others = np.where(group >= 0, decoded * (num_ranks - 1), used - _own_bytes(found, wants, chunk, reader))
     return ExchangePlan(
@@ -207,13 +208,13 @@ def _chunk_elements(grid: Grid) -> Ints:
     return elements
 
 
-def _pairs(found: Overlaps) -> tuple[Ints, Ints, Ints]:
-    """``(chunk, table, bytes)``: every table that wants something of a chunk, once."""
+def _pairs(found: Overlaps) -> tuple[Ints, Ints]:
+    """The first overlap of every table with every chunk, and the bytes of all overlaps of the two."""
     new = np.ones(len(found.chunk), dtype=bool)
     new[1:] = (found.chunk[1:] != found.chunk[:-1]) | (found.table[1:] != found.table[:-1])
     first = np.nonzero(new)[0]
     nbytes = np.add.reduceat(found.nbytes, first) if len(first) else found.nbytes
-    return found.chunk[first], found.table[first], nbytes
+    return first, nbytes
 
 
 def _own_bytes(found: Overlaps, wants: Wants, chunk: Ints, reader: Ints) -> Ints:
@@ -258,20 +259,20 @@ def _broadcasts(
 class _Rounds:
     """Cuts every reader's sequence of chunks into rounds, so that nobody holds more than fits.
 
-    ``sent``: bytes that a chunk takes in its reader's buffers. ``received``: by pair, what a chunk takes in
-    the buffers of each rank of the pair's table.
+    ``sent``: bytes that a chunk takes in its reader's buffers. ``received``: by pair (of table and
+    chunk), what the chunk takes in the buffers of each rank of the table.
     """
 
     def __init__(
-        self, nbytes: Ints, reader: Ints, order: Ints, sent: Ints, received: Ints, table: Ints, num_pairs: Ints
+        self, nbytes: Ints, reader: Ints, order: Ints, sent: Ints, received: Ints, table: Ints, row: Ints
     ) -> None:
         by_reader = order[stable_order(reader[order])]
         start = np.cumsum(nbytes[by_reader]) - nbytes[by_reader]
-        first = np.searchsorted(reader[by_reader], reader[by_reader])
+        _, first = runs(reader[by_reader])
         self._start = np.empty_like(nbytes)
-        self._start[by_reader] = start - start[first]
+        self._start[by_reader] = start - np.repeat(start[first], np.diff(np.append(first, len(start))))
         self._reader, self._sent, self._received, self._table = reader, sent, received, table
-        self._chunk_of_pair = np.repeat(np.arange(len(nbytes)), num_pairs)
+        self._row = row
         self._largest = int(nbytes.max(initial=1))
 
     def fit(self, buffer_bytes: int) -> tuple[Ints, int]:
@@ -293,7 +294,7 @@ class _Rounds:
     def _peak(self, number: Ints) -> int:
         """Two rounds of sends (one under way, one being read), and one of receipts."""
         sends = _sums(self._reader, number, self._sent)
-        receipts = _sums(self._table, number[self._chunk_of_pair], self._received)
+        receipts = _sums(self._table, number[self._row], self._received)
         return 2 * int(sends.max(initial=0)) + int(receipts.max(initial=0))
 
 
