@@ -29,8 +29,15 @@ class Array:
     """A tensor of which a rank holds rows ``[start, stop)``."""
 
     def __init__(
-        self, rows: int, start: int, stop: int, dtype: str = "float32", alias_of: tuple[Any, ...] | None = None
+        self,
+        rows: int,
+        start: int,
+        stop: int,
+        dtype: str = "float32",
+        alias_of: tuple[Any, ...] | None = None,
+        tie: Tie | None = None,
     ):
+        self.tie = tie
         self.shape, self.start, self.stop, self.dtype, self.alias_of = (rows, 4), start, stop, dtype, alias_of
 
 
@@ -283,6 +290,7 @@ def test_every_field_counts() -> None:
         "checked": True,
         "alias_of": "y",
         "note": "z",
+        "tie": Tie("a", frozenset()),
     }
     for field in fields(LeafSpec):
         if field.name != "path":
