@@ -24,9 +24,10 @@ from bench_state import Layout, TensorSpec, layers, small, total_bytes, warm_up
 from peers import PEERS, Place
 from plan_bench import PlanFigures, measure_plans
 from pool import Pool, RankFigures, Task, TaskError
-from report import Bar, Sample, bars, print_report, write_json
+from report import Bar, Sample, bars, print_report, warm_bars, write_json
 from rich.console import Console
 from server_counts import ServerCounts, read_counts
+from warm_bench import measure_warm_saves
 
 if TYPE_CHECKING:
     from tests.servers.process import S3Server
@@ -191,6 +192,8 @@ def main() -> int:
                 bench.many_small("cloudckpt")
     plans: list[PlanFigures] = [] if args.no_extras else measure_plans()
     results: list[Bar] = bars(bench.samples, plans, procs=args.procs)
+    if not args.no_extras:
+        results += warm_bars(measure_warm_saves())
     print_report(console, bench.samples, plans, results)
     write_json(args.json, bench.samples, plans, results, mib=args.mib, procs=args.procs)
     console.print(f"figures: {args.json}")

@@ -15,6 +15,7 @@ from typing import Any
 from plan_bench import PlanFigures
 from rich.console import Console
 from rich.table import Table
+from warm_bench import WarmFigures
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB
@@ -82,6 +83,11 @@ def bars(samples: Sequence[Sample], plans: Sequence[PlanFigures], *, procs: int)
     found.append(_most(f"PUT requests, {small} tensors", samples, small, lambda s: s.num_puts, 12))
     found += [Bar(f"{plan.what}, s on one core", plan.seconds, 5.0, at_least=False) for plan in plans if plan.barred]
     return found
+
+
+def warm_bars(figures: WarmFigures) -> list[Bar]:
+    size = f"{figures.num_ranks} ranks, {figures.num_tensors:,} tensors"
+    return [Bar(f"warm save, {size}: {what}", figure, bar, at_least=False) for what, figure, bar in figures.bars]
 
 
 def _loads(procs: int) -> list[tuple[str, int]]:

@@ -9,20 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from cloudckpt import catalog
 from cloudckpt.config import Config
 from cloudckpt.errors import AlreadyCommittedError, CloudckptError, InvalidStateError, RankError, StoreError
 from cloudckpt.format import values as plain
 from cloudckpt.format.codec import Bytes1D
-from cloudckpt.format.dtypes import dtype
-from cloudckpt.format.keys import new_attempt, step_dir
-from cloudckpt.format.manifest import Manifest, MeshEntry, ObjectEntry
-from cloudckpt.plan.rules import ShardingRules, check_all_matched
-from cloudckpt.plan.shard import PieceTable, TensorSpec
-from cloudckpt.plan.tree import MergedTree, RankTree, merge
-from cloudckpt.plan.writes import SavePlan, plan_save
+from cloudckpt.format.keys import step_dir
+from cloudckpt.format.manifest import Manifest, ObjectEntry
+from cloudckpt.plan.rules import ShardingRules
+from cloudckpt.plan.skeleton import split
 from cloudckpt.progress import Progress, start_progress
 from cloudckpt.pytorch.describe import Describer
 from cloudckpt.pytorch.digest import Digests, compare_digests, shard_digests
@@ -32,7 +27,16 @@ from cloudckpt.pytorch.shards import LocalShard
 from cloudckpt.pytorch.state import RankState, encode_state, piece_table
 from cloudckpt.store.base import Store
 from cloudckpt.store.resolve import resolve
-from cloudckpt.transfer.job import Blueprint, assemble, upload_job
+from cloudckpt.transfer.job import ArrayPlan, Blueprint, assemble
+from cloudckpt.transfer.planning import (
+    Assignment,
+    Description,
+    Planner,
+    RankLayout,
+    RankPlan,
+    SaveOptions,
+    check_options,
+)
 from cloudckpt.transfer.upload import ChunkWrite, UploadReceipt, upload
 
 if TYPE_CHECKING:
@@ -52,43 +56,6 @@ class Commit:
     num_chunks: int
     num_objects: int
     num_requests: int = 0
-
-
-@dataclass(frozen=True)
-class _Options:
-    """What all ranks must have been called with alike."""
-
-    url: str
-    step: int | None
-    layout: str
-    compression: str | None
-    overwrite: bool
-    values: str
-    check_replicas: str
-    chunk_bytes: int
-    rules: str | None
-
-
-@dataclass(frozen=True)
-class _Description:
-    """One rank's part of the first round."""
-
-    options: _Options
-    tree: RankTree
-    pieces: PieceTable
-    ids: tuple[str, ...]
-    meshes: tuple[MeshEntry, ...]
-    metadata: plain.Node
-    matched: tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class _Assignment:
-    """What the coordinator tells all ranks to do. ``order``: id to tensor number, ``checked``: digests to send."""
-
-    blueprint: Blueprint
-    order: Mapping[str, int]
-    checked: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,11 +101,14 @@ def save(
     """
     config = config or Config()
     ranks = make_group(group, config.rank_timeout_s)
+    planner = ranks.kept(Planner)
     opened: list[Store] = []
+    held: list[tuple[RankState, Description]] = []
+    blueprints: list[Blueprint] = []  # on the coordinator
 
-    def describe() -> _Description:
+    def describe() -> Description:
         describer = Describer(rules, ranks.rank, ranks.size)
-        options = _Options(
+        options = SaveOptions(
             os.fspath(url),
             step,
             layout,
@@ -151,19 +121,37 @@ def save(
         )
         _check_options(options)
         opened.append(resolve(url, storage_options, config))
-        held.append(encode_state(state, allow_pickle=allow_pickle, describer=describer))
-        return _description(held[0], options, metadata, describer)
+        encoded = encode_state(state, allow_pickle=allow_pickle, describer=describer)
+        layout_held, values_held = _parts(encoded, describer)
+        description = planner.describe(options, layout_held, values_held, plain.encode(dict(metadata or {})))
+        held.append((encoded, description))
+        return description.in_brief()
 
-    held: list[RankState] = []
+    def assign(parts: Sequence[Description]) -> Assignment | None:
+        check_options(parts)
+        catalog.check_absent(opened[0], overwrite=overwrite)
+        found = planner.assign(parts, rules)
+        if found is None:
+            return None
+        blueprints.append(found[1])
+        for note in found[1].notes:
+            warnings.warn(note, stacklevel=2)
+        return found[0]
+
     try:
-        assignment = ranks.round(describe, lambda parts: _assign(parts, opened[0], rules))
-        return _write(ranks, opened[0], assignment, held[0], overwrite=overwrite, progress=progress, config=config)
+        # The second time is for ranks that hoped for a plan which others cannot use.
+        assignment = ranks.round(describe, assign) or ranks.round(lambda: held[0][1], assign)
+        assert assignment is not None
+        encoded, description = held[0]
+        plan = planner.accept(assignment, description.digest, ranks.rank)
+        options = description.options
+        return _write(ranks, opened[0], plan, blueprints, encoded, options, progress=progress, config=config)
     finally:
         for store in opened:
             store.close()
 
 
-def _check_options(options: _Options) -> None:
+def _check_options(options: SaveOptions) -> None:
     for name, value, allowed in (
         ("layout", options.layout, ("packed", "zarr")),
         ("compression", options.compression, (None, "zstd")),
@@ -175,93 +163,42 @@ def _check_options(options: _Options) -> None:
         step_dir(options.step)  # refuses what cannot name a step
 
 
-def _description(
-    state: RankState, options: _Options, metadata: Mapping[str, Any] | None, describer: Describer
-) -> _Description:
-    ids = tuple(state.shards)
-    order = {name: i for i, name in enumerate(ids)}
-    encoded = plain.encode(dict(metadata or {}))
-    table = piece_table(state.shards, order)
-    return _Description(options, state.tree, table, ids, state.meshes, encoded, tuple(sorted(describer.matched)))
-
-
-def _assign(parts: Sequence[_Description], store: Store, rules: ShardingRules | None) -> _Assignment:
-    """On the coordinator: one tree, one plan."""
-    options = parts[0].options
-    for rank, part in enumerate(parts):
-        if part.options != options:
-            raise InvalidStateError(f"save() was called with {options} on rank 0 but {part.options} on rank {rank}")
-    catalog.check_absent(store, overwrite=options.overwrite)
-    merged = merge([part.tree for part in parts], values=options.values)
-    check_all_matched(rules, [part.matched for part in parts], (plain.dotted(spec.path) for spec in merged.leaves))
-    for note in merged.notes:
-        warnings.warn(note, stacklevel=2)
-    order = {spec.id: i for i, spec in enumerate(merged.leaves)}
-    tables = [_renumbered(part, order) for part in parts]
-    specs = [TensorSpec(plain.dotted(s.path), s.shape, dtype(s.dtype).itemsize) for s in merged.leaves]
-    plan = plan_save(specs, tables, chunk_bytes=options.chunk_bytes)
-    blueprint = Blueprint(
-        attempt=new_attempt(),
-        step=options.step,
-        layout=options.layout,
-        compression=options.compression,
-        merged=merged,
-        plan=plan,
-        meshes=tuple(dict.fromkeys(mesh for part in parts for mesh in part.meshes)),
-        metadata=parts[0].metadata,
-        world_size=len(parts),
-    )
-    return _Assignment(blueprint, order, _to_compare(merged, plan, options.check_replicas))
-
-
-def _renumbered(part: _Description, order: Mapping[str, int]) -> PieceTable:
-    """A rank numbers its own tensors; here they get the numbers of the merged tree. Aliases fall away."""
-    numbers = np.array([order.get(i, -1) for i in part.ids], dtype=np.int64)
-    if not len(part.pieces):
-        return part.pieces
-    tensor = numbers[part.pieces.tensor]
-    rows = np.nonzero(tensor >= 0)[0]
-    rows = rows[np.argsort(tensor[rows], kind="stable")]
-    return part.pieces.take(rows, tensor[rows])
-
-
-def _to_compare(merged: MergedTree, plan: SavePlan, check_replicas: str) -> tuple[str, ...]:
-    """Ids of the tensors whose replicas must prove that they are equal."""
-    if check_replicas == "none":
-        return ()
-    return tuple(
-        spec.id
-        for spec, replicated in zip(merged.leaves, plan.replicated.tolist(), strict=True)
-        if replicated and (spec.checked or check_replicas == "all")
-    )
+def _parts(state: RankState, describer: Describer) -> tuple[RankLayout, list[plain.Node]]:
+    """What plans are made of, and the plain values that stand in it."""
+    skeleton, values = split(state.tree.node)
+    pieces = piece_table(state.shards, {name: i for i, name in enumerate(state.shards)})
+    matched = tuple(sorted(describer.matched))
+    return RankLayout(skeleton, state.tree.leaves, pieces, state.meshes, matched), values
 
 
 def _write(
     ranks: Group,
     store: Store,
-    assignment: _Assignment,
+    plan: RankPlan,
+    blueprints: Sequence[Blueprint],
     state: RankState,
+    options: SaveOptions,
     *,
-    overwrite: bool,
     progress: Progress,
     config: Config,
 ) -> Commit:
-    blueprint = assignment.blueprint
+    """``blueprints``: one on the coordinator, none elsewhere."""
+    arrays = plan.arrays
     written: list[ObjectEntry] = []
     assembled: list[tuple[Manifest, int]] = []
 
     def send() -> _Report:
-        digests = shard_digests({i: state.shards[i] for i in assignment.checked if i in state.shards})
-        job = upload_job(blueprint, ranks.rank)
-        shards = {assignment.order[i]: shard for i, shard in state.shards.items() if i in assignment.order}
+        numbers = arrays.numbers
+        shards = {numbers[i]: shard for i, shard in state.shards.items() if i in numbers}
+        digests = shard_digests({number: shards[number] for number in plan.checked if number in shards})
         scratch = Scratch()
-        total = sum(write.nbytes for write in job.writes)
+        total = sum(write.nbytes for write in plan.job.writes)
         with start_progress(progress, "save", total, show=ranks.rank == 0) as advance:
             receipt = upload(
                 store,
-                job,
-                lambda write: _read_chunk(blueprint.plan, shards, write, scratch),
-                layout=blueprint.layout,
+                plan.job,
+                lambda write: _read_chunk(arrays, shards, write, scratch),
+                layout=options.layout,
                 config=config,
                 cancel=ranks.cancel,
                 advance=advance,
@@ -270,14 +207,14 @@ def _write(
         return _Report(receipt, digests, store.counts.requests)
 
     def check(reports: Sequence[_Report]) -> None:
-        compare_digests([report.digests for report in reports])
-        manifest = assemble(blueprint, [report.receipt for report in reports])
+        compare_digests([report.digests for report in reports], arrays.leaves)
+        manifest = assemble(blueprints[0], [report.receipt for report in reports])
         assembled.append((manifest, sum(report.num_requests for report in reports)))
 
     def publish(_: Sequence[None]) -> Commit:
         manifest, num_requests = assembled[0]
         before = store.counts.requests
-        catalog.commit(store, manifest, overwrite=overwrite)
+        catalog.commit(store, manifest, overwrite=options.overwrite)
         document = manifest.document
         return Commit(
             url=store.url,
@@ -301,11 +238,10 @@ def _write(
         raise
 
 
-def _read_chunk(plan: SavePlan, shards: Mapping[int, LocalShard], write: ChunkWrite, scratch: Scratch) -> Bytes1D:
-    tensor = int(plan.tensors_of(np.array([write.chunk]))[0])
-    number = write.chunk - int(plan.first_chunks[tensor])
-    grid = plan.grids[tensor]
-    return shards[tensor].read(grid.box(number), grid.stored_shape(number), scratch)
+def _read_chunk(arrays: ArrayPlan, shards: Mapping[int, LocalShard], write: ChunkWrite, scratch: Scratch) -> Bytes1D:
+    array, number = arrays.locate(write.chunk)
+    grid = arrays.chunks.grids[array]
+    return shards[array].read(grid.box(number), grid.stored_shape(number), scratch)
 
 
 def _remove(store: Store, written: Sequence[ObjectEntry]) -> None:

@@ -72,9 +72,14 @@ def is_array(node: Node) -> bool:
     return isinstance(node, dict) and "$" in node and "array" in node
 
 
+def is_per_rank(node: Node) -> bool:
+    """Whether it is a value that every rank has for itself."""
+    return isinstance(node, dict) and node.get("$") == "per_rank"
+
+
 def holds_arrays(node: Node) -> bool:
     """Whether an array, or a value that differs per rank, is anywhere below."""
-    if is_array(node) or (isinstance(node, dict) and node.get("$") == "per_rank"):
+    if is_array(node) or is_per_rank(node):
         return True
     return any(holds_arrays(child) for _, child in children(node) or ())
 
@@ -96,7 +101,7 @@ def values_by_rank(node: Mapping[str, Any]) -> dict[int, Node]:
 
 
 def per_rank_leaves(node: Node, path: TreePath = ()) -> Iterator[tuple[TreePath, dict[str, Any]]]:
-    if isinstance(node, dict) and node.get("$") == "per_rank":
+    if is_per_rank(node):
         yield path, node
     for key, child in children(node) or ():
         yield from per_rank_leaves(child, (*path, key_token(key)))

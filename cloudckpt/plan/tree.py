@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,31 +66,58 @@ class RankTree:
 class MergedTree:
     """``leaves``: distinct arrays, in tree order; ``names``: id to the array's final name, aliases too.
 
-    ``notes``: what the caller should be told: ties that turned out to be none.
+    ``notes``: what the caller should be told: ties that turned out to be none. ``declared``: all arrays before
+    ties were looked at; empty where none is declared.
     """
 
     node: Node
     leaves: tuple[LeafSpec, ...]
     names: dict[str, str]
     notes: tuple[str, ...] = ()
+    declared: tuple[LeafSpec, ...] = ()
 
 
-def merge(trees: Sequence[RankTree], *, values: str = "check") -> MergedTree:
+def merge(trees: Sequence[RankTree], *, values: str = "check", shared: AbstractSet[int] = frozenset()) -> MergedTree:
     """Unite the ranks' trees. Raises InvalidStateError naming the key and the ranks that disagree.
 
-    ``values``: "check" demands equal plain values, "rank0" keeps those of the lowest rank.
+    ``values``: "check" demands equal plain values, "rank0" keeps those of the lowest rank. ``shared``:
+    see `merge_again`.
     """
-    specs = _merge_leaves(trees)
-    holders = {i: tree.node for i, tree in enumerate(trees)}
-    node = _merge_nodes(holders, (), keep_first=values == "rank0")
-    by_id = {spec.id: spec for spec in specs}
+    merged = _merge_leaves(trees)
+    declared = merged if any(spec.tie is not None for spec in merged) else []
+    by_id = {spec.id: spec for spec in merged}
     notes = _tie_equal(by_id)
-    specs = list(by_id.values())
-    order = [spec for spec in specs if spec.alias_of is None]
+    order = [spec for spec in by_id.values() if spec.alias_of is None]
     unique = dict(zip((s.id for s in order), array_names([s.path for s in order]), strict=True))
     names = {i: unique[_root(by_id, spec)] for i, spec in by_id.items()}
-    tree = map_arrays(node, lambda leaf: {**leaf, "array": names[leaf["array"]]})
-    return MergedTree(tree, tuple(order), names, tuple(notes))
+    known = MergedTree(None, tuple(order), names, tuple(notes), tuple(declared))
+    return merge_again(known, [tree.node for tree in trees], values=values, shared=shared)
+
+
+def merge_again(
+    known: MergedTree, nodes: Sequence[Node], *, values: str = "check", shared: AbstractSet[int] = frozenset()
+) -> MergedTree:
+    """`merge` for trees with the same arrays as those that ``known`` was merged from, but other plain values.
+
+    ``shared``: ids of nodes that may be the same object in several trees; nothing in them differs per rank.
+    """
+    merged = _Merger(values == "rank0", shared).nodes(dict(enumerate(nodes)), ())
+    named = map_arrays(merged, lambda leaf: {**leaf, "array": known.names[leaf["array"]]})
+    return replace(known, node=named)
+
+
+def ties_hold(known: MergedTree, digests: Mapping[str, frozenset[Any]]) -> bool:
+    """Whether the declared ties come out as when ``known`` was merged.
+
+    ``digests``: by id, what all ranks together hold of the declared arrays now; see `Tie`.
+    """
+    then = {spec.id: spec for spec in known.declared}
+    now = {
+        spec.id: spec if spec.tie is None else replace(spec, tie=replace(spec.tie, digests=digests[spec.id]))
+        for spec in known.declared
+    }
+    notes_then, notes_now = _tie_equal(then), _tie_equal(now)
+    return notes_then == notes_now and all(then[i].alias_of == now[i].alias_of for i in then)
 
 
 def _tie_equal(by_id: dict[str, LeafSpec]) -> list[str]:
@@ -181,67 +209,72 @@ def _kind(node: Node) -> str:
     return type(node).__name__
 
 
-def _merge_nodes(nodes: dict[int, Node], path: TreePath, *, keep_first: bool) -> Node:
-    """``nodes``: of every rank that has the key."""
-    ranks = list(nodes)
-    first = nodes[ranks[0]]
-    kind = _kind(first)
-    if kind == "per_rank":
-        return _merge_per_rank(nodes, path)
-    for rank in ranks[1:]:
-        if _kind(nodes[rank]) != kind and not (keep_first and not _structural(first) and not _structural(nodes[rank])):
-            raise InvalidStateError(
-                f"{path_text(path)!r} is a {kind} on rank {ranks[0]} but a {_kind(nodes[rank])} on rank {rank}"
-            )
-    if is_array(first):
-        _check_equal(nodes, path, keep_first=False)
-        return first
-    inner = {rank: children(node) for rank, node in nodes.items()}
-    if any(c is None for c in inner.values()):
-        _check_equal(nodes, path, keep_first=keep_first)
-        return first
-    if is_mapping(first):
-        return _merge_mappings(nodes, path, keep_first=keep_first)
-    lengths = {rank: len(c or ()) for rank, c in inner.items()}
-    if len(set(lengths.values())) > 1:
-        if keep_first and not any(holds_arrays(node) for node in nodes.values()):
+@dataclass(frozen=True)
+class _Merger:
+    keep_first: bool
+    shared: AbstractSet[int]
+
+    def nodes(self, nodes: dict[int, Node], path: TreePath) -> Node:
+        """``nodes``: of every rank that has the key."""
+        ranks = list(nodes)
+        first = nodes[ranks[0]]
+        if id(first) in self.shared and all(node is first for node in nodes.values()):
             return first
-        raise InvalidStateError(f"{path_text(path)!r} has a different length per rank: {lengths}{_WAYS_OUT}")
-    items = [
-        _merge_nodes({r: (inner[r] or [])[i][1] for r in ranks}, (*path, str(i)), keep_first=keep_first)
-        for i in range(lengths[ranks[0]])
-    ]
-    return items if isinstance(first, list) else {**first, "items": items}
+        kind = _kind(first)
+        if kind == "per_rank":
+            return _merge_per_rank(nodes, path)
+        for rank in ranks[1:]:
+            if _kind(nodes[rank]) != kind and not (
+                self.keep_first and not _structural(first) and not _structural(nodes[rank])
+            ):
+                raise InvalidStateError(
+                    f"{path_text(path)!r} is a {kind} on rank {ranks[0]} but a {_kind(nodes[rank])} on rank {rank}"
+                )
+        if is_array(first):
+            _check_equal(nodes, path, keep_first=False)
+            return first
+        inner = {rank: children(node) for rank, node in nodes.items()}
+        if any(c is None for c in inner.values()):
+            _check_equal(nodes, path, keep_first=self.keep_first)
+            return first
+        if is_mapping(first):
+            return self.mappings(nodes, path)
+        lengths = {rank: len(c or ()) for rank, c in inner.items()}
+        if len(set(lengths.values())) > 1:
+            if self.keep_first and not any(holds_arrays(node) for node in nodes.values()):
+                return first
+            raise InvalidStateError(f"{path_text(path)!r} has a different length per rank: {lengths}{_WAYS_OUT}")
+        items = [
+            self.nodes({r: (inner[r] or [])[i][1] for r in ranks}, (*path, str(i))) for i in range(lengths[ranks[0]])
+        ]
+        return items if isinstance(first, list) else {**first, "items": items}
+
+    def mappings(self, nodes: dict[int, Node], path: TreePath) -> Node:
+        keys: dict[str, Node] = {}
+        members: dict[str, dict[int, Node]] = {}
+        for rank, node in nodes.items():
+            for key, child in children(node) or ():
+                token = key_token(key)
+                keys.setdefault(token, key)
+                members.setdefault(token, {})[rank] = child
+        distinct: dict[Any, str] = {}
+        for token, key in keys.items():
+            other = distinct.setdefault(decode(key), token)
+            if other != token:
+                raise InvalidStateError(
+                    f"{path_text(path)!r} has the keys {other} and {token} on different ranks, which are equal"
+                )
+        merged = [[keys[token], self.nodes(held, (*path, token))] for token, held in members.items()]
+        tagged = next((node for node in nodes.values() if "$" in node), None)
+        if tagged is None:
+            return dict(merged)
+        if not self.keep_first:
+            _check_equal({r: {k: v for k, v in n.items() if k != "items"} for r, n in nodes.items() if "$" in n}, path)
+        return {**tagged, "items": merged}
 
 
 def _structural(node: Node) -> bool:
     return is_mapping(node) or holds_arrays(node)
-
-
-def _merge_mappings(nodes: dict[int, Node], path: TreePath, *, keep_first: bool) -> Node:
-    keys: dict[str, Node] = {}
-    members: dict[str, dict[int, Node]] = {}
-    for rank, node in nodes.items():
-        for key, child in children(node) or ():
-            token = key_token(key)
-            keys.setdefault(token, key)
-            members.setdefault(token, {})[rank] = child
-    distinct: dict[Any, str] = {}
-    for token, key in keys.items():
-        other = distinct.setdefault(decode(key), token)
-        if other != token:
-            raise InvalidStateError(
-                f"{path_text(path)!r} has the keys {other} and {token} on different ranks, which are equal"
-            )
-    merged = [
-        [keys[token], _merge_nodes(held, (*path, token), keep_first=keep_first)] for token, held in members.items()
-    ]
-    tagged = next((node for node in nodes.values() if "$" in node), None)
-    if tagged is None:
-        return dict(merged)
-    if not keep_first:
-        _check_equal({r: {k: v for k, v in n.items() if k != "items"} for r, n in nodes.items() if "$" in n}, path)
-    return {**tagged, "items": merged}
 
 
 def _merge_per_rank(nodes: dict[int, Node], path: TreePath) -> Node:

@@ -5,26 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from isal import isal_zlib
 
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.box import Box
 from cloudckpt.format.codec import checksum
+from cloudckpt.format.values import dotted
+from cloudckpt.plan.shard import PieceTable, padded_bounds
+from cloudckpt.plan.tree import LeafSpec
 from cloudckpt.pytorch.scratch import Scratch
 from cloudckpt.pytorch.shards import LocalShard
 
 BLOCK_BYTES = 8 * 1024 * 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Digests:
-    """By tensor: its dotted path, and a 64-bit digest of every piece, by the piece's box."""
+    """Of what one rank holds: row i of ``digest`` (uint32[k, 2]) is about piece i of ``pieces``, by array number."""
 
-    pieces: Mapping[str, tuple[str, Mapping[Box, tuple[int, int]]]]
+    pieces: PieceTable
+    digest: npt.NDArray[np.uint32]
 
 
-def shard_digests(shards: Mapping[str, LocalShard]) -> Digests:
-    return Digests({name: (shard.text, piece_digests(shard)) for name, shard in shards.items()})
+def shard_digests(shards: Mapping[int, LocalShard]) -> Digests:
+    """``shards``: by array number."""
+    held = [(number, *found) for number in sorted(shards) for found in piece_digests(shards[number]).items()]
+    digest = np.array([digest for _, _, digest in held], dtype=np.uint32).reshape(-1, 2)
+    return Digests(PieceTable.build((number, box) for number, box, _ in held), digest)
 
 
 def piece_digests(shard: LocalShard) -> dict[Box, tuple[int, int]]:
@@ -53,16 +62,28 @@ def _slabs(box: Box, itemsize: int) -> list[Box]:
     ]
 
 
-def compare_digests(ranks: Sequence[Digests]) -> None:
-    """Raises InvalidStateError naming the tensor and the ranks that differ."""
-    seen: dict[tuple[str, Box], tuple[int, tuple[int, int]]] = {}
-    for rank, digests in enumerate(ranks):
-        for name, (text, pieces) in digests.pieces.items():
-            for box, digest in pieces.items():
-                first, expected = seen.setdefault((name, box), (rank, digest))
-                if digest != expected:
-                    raise InvalidStateError(
-                        f"{text!r} {box} counts as replicated, but ranks {first} and {rank} hold different values; "
-                        "say which part each rank holds (DTensor, ShardedTensor, ShardingRules), "
-                        "or wrap it in PerRank(...)"
-                    )
+def compare_digests(ranks: Sequence[Digests], leaves: Sequence[LeafSpec]) -> None:
+    """Raises InvalidStateError naming the tensor and the ranks that differ. ``leaves``: by array number."""
+    if not any(len(digests.pieces) for digests in ranks):
+        return
+    dims = max(digests.pieces.offset.shape[1] for digests in ranks)
+    rank = np.repeat(np.arange(len(ranks)), [len(digests.pieces) for digests in ranks])
+    digest = np.concatenate([digests.digest for digests in ranks])
+    number = np.concatenate([digests.pieces.tensor for digests in ranks])
+    piece = np.column_stack([number, np.concatenate([padded_bounds(digests.pieces, dims) for digests in ranks])])
+    order = np.lexsort([rank, *piece.T[::-1]])
+    rank, digest, piece = rank[order], digest[order], piece[order]
+    is_new = np.ones(len(rank), dtype=bool)
+    is_new[1:] = (piece[1:] != piece[:-1]).any(axis=1)
+    first = np.nonzero(is_new)[0][np.cumsum(is_new) - 1]
+    wrong = np.nonzero((digest != digest[first]).any(axis=1))[0]
+    if len(wrong):
+        row = int(wrong[0])
+        leaf = leaves[piece[row, 0]]
+        offset, shape = piece[row, 1 : 1 + dims].tolist(), piece[row, 1 + dims :].tolist()
+        box = Box(tuple(offset[: len(leaf.shape)]), tuple(shape[: len(leaf.shape)]))
+        raise InvalidStateError(
+            f"{dotted(leaf.path)!r} {box} counts as replicated, but ranks {rank[first[row]]} and {rank[row]} "
+            "hold different values; say which part each rank holds (DTensor, ShardedTensor, ShardingRules), "
+            "or wrap it in PerRank(...)"
+        )

@@ -3,8 +3,9 @@
 Everything is done in rounds: each rank does its part, the coordinator (rank 0 of the group) makes
 something of the parts, and all get its result. A failure anywhere in a round is raised on every
 rank. Ranks meet at keys of torch.distributed's store, so that a rank that is late, dead or has
-failed is named. What is small travels through these keys as well; only what is large takes a
-collective, which all enter together, so that none is left half entered.
+failed is named. What is small travels through these keys as well, compressed. What is large is sent as
+bytes, from one rank to the coordinator or from the coordinator to all, once the keys have said how
+many, and that both ends are there.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
+from isal import isal_zlib
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # the only way to the rendezvous store
 
 from cloudckpt.errors import CloudckptError, InterruptedTransferError, InvalidStateError, RankError
 
 T = TypeVar("T")
 R = TypeVar("R")
+K = TypeVar("K")
 
 HEARTBEAT_S = 1.0
 """How often a working rank says that it lives, and looks whether another one failed."""
@@ -38,6 +42,10 @@ INLINE_TOTAL_BYTES = 8 * 1024 * 1024
 """...and all ranks together."""
 
 
+SEND_TAG = 0x636B7074
+"""Tells what is sent here from what the caller may send over the same group."""
+
+
 class Group(Protocol):
     """``cancel`` is set as soon as another rank is known to have failed in the current round."""
 
@@ -47,6 +55,9 @@ class Group(Protocol):
 
     def round(self, part: Callable[[], T], combine: Callable[[Sequence[T]], R]) -> R:
         """Collective. ``part`` runs everywhere, ``combine`` (of all parts, by rank) on the coordinator."""
+
+    def kept(self, kind: type[K]) -> K:
+        """This rank's one object of a kind, made at first use and dropped with the group; for one process: never."""
 
 
 class Alone:
@@ -61,6 +72,22 @@ class Alone:
     def round(self, part: Callable[[], T], combine: Callable[[Sequence[T]], R]) -> R:
         self.cancel.clear()
         return combine([part()])
+
+    def kept(self, kind: type[K]) -> K:
+        return _kept_in(_KEPT_ALONE, kind)
+
+
+_KEPT_ALONE: dict[type, Any] = {}
+_KEPT_LOCK = threading.Lock()
+
+
+def _kept_in(kept: dict[type, Any], kind: type[K]) -> K:
+    with _KEPT_LOCK:
+        if kind not in kept:
+            kept[kind] = kind()
+        found = kept[kind]
+    assert isinstance(found, kind)
+    return found
 
 
 def make_group(group: dist.ProcessGroup | None, timeout_s: float) -> Group:
@@ -97,12 +124,18 @@ class _Failure:
 
 
 @dataclass(frozen=True)
+class _Large:
+    """Stands for what is too large for a key, and comes in another way."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class _Verdict:
-    """What the coordinator tells the others: who is late, or the outcome, or which collectives bring it."""
+    """What the coordinator tells the others: who is late, or that all are here; and the outcome, if it is known yet."""
 
     causes: dict[int, str]
-    outcome: bytes | _Failure | None = None
-    gathers: bool = False
+    outcome: bytes | _Failure | _Large | None = None
 
 
 class Ranks:
@@ -122,6 +155,7 @@ class Ranks:
         self._own_group = None if "cpu" in device_types(group) else _control_group(ranks)
         self._coordinator = ranks[COORDINATOR]
         self._rounds = 0
+        self._kept: dict[type, Any] = {}
         prefix = f"cloudckpt/{group.group_name}"
         # A group of the same name may have been here before, on the same store.
         epoch = _get_default_store().add(f"{prefix}/epoch/{self.rank}", 1)
@@ -137,6 +171,9 @@ class Ranks:
     def control_group(self) -> dist.ProcessGroup:
         return self._own_group or self.group()
 
+    def kept(self, kind: type[K]) -> K:
+        return _kept_in(self._kept, kind)
+
     def round(self, part: Callable[[], T], combine: Callable[[Sequence[T]], R]) -> R:
         self._rounds += 1
         self.cancel.clear()
@@ -151,7 +188,7 @@ class Ranks:
             raise _rank_error({self.rank: "; ".join([*own, text])}) from error
         if isinstance(outcome, _Failure):
             raise outcome.error from (mine.error if isinstance(mine, _Failure) else None)
-        return pickle.loads(outcome)  # type: ignore[no-any-return]
+        return _unpacked(outcome)  # type: ignore[no-any-return]
 
     def await_work(self, work: dist.Work, members: Sequence[int]) -> None:
         """Wait for a collective among some of the ranks. Raises RankError for those that show no sign of life.
@@ -182,7 +219,7 @@ class Ranks:
     def _work(self, part: Callable[[], T]) -> bytes | _Failure:
         """The part, pickled here: what cannot be pickled must not break off the exchange."""
         try:
-            return pickle.dumps(part())
+            return _packed(part())
         except CloudckptError as error:
             failure = _Failure(error, isinstance(error, InterruptedTransferError))
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # the others must hear of it, whatever it is
@@ -192,16 +229,22 @@ class Ranks:
 
     def _exchange(self, mine: bytes | _Failure, combine: Callable[[Sequence[T]], R]) -> bytes | _Failure:
         inline_bytes = min(INLINE_BYTES, INLINE_TOTAL_BYTES // self.size)
-        sent = pickle.dumps(mine)
-        # The stubs forget bytes. An empty value says that mine is too large for this.
-        self._store.set(self._key(f"here/{self.rank}"), sent if len(sent) <= inline_bytes else b"")  # type: ignore[arg-type]
+        self._set(f"here/{self.rank}", _inline(mine, inline_bytes))
         if self.rank == COORDINATOR:
             return self._conclude(mine, combine, inline_bytes)
-        verdict = self._await_verdict()
+        verdict = self._await("verdict")
         self._raise_if_late(verdict)
-        if verdict.gathers:
-            dist.gather_object(mine, dst=self._coordinator, group=self.control_group())
-        return self._broadcast(None) if verdict.outcome is None else verdict.outcome
+        if isinstance(mine, bytes) and len(mine) > inline_bytes:
+            dist.send(_tensor(mine), dst=self._coordinator, group=self.control_group(), tag=SEND_TAG)
+        if verdict.outcome is None:
+            verdict = self._await("outcome")
+            self._raise_if_late(verdict)
+        if isinstance(verdict.outcome, _Large):
+            buffer = torch.empty(verdict.outcome.nbytes, dtype=torch.uint8)
+            dist.broadcast(buffer, src=self._coordinator, group=self.control_group())
+            return buffer.numpy().tobytes()
+        assert verdict.outcome is not None
+        return verdict.outcome
 
     def _conclude(
         self, mine: bytes | _Failure, combine: Callable[[Sequence[T]], R], inline_bytes: int
@@ -211,33 +254,43 @@ class Ranks:
         if late:
             text = f"not here within {self.timeout_s:g} s and not at work: killed, or it did not call the same function"
             verdict = _Verdict(dict.fromkeys(late, text))
-            self._announce(verdict)
+            self._set("verdict", verdict)
             self._raise_if_late(verdict)
         self._forget(self._rounds - 2)
-        sent = [self._store.get(self._key(f"here/{rank}")) for rank in range(self.size)]
-        if not all(sent):
-            self._announce(_Verdict({}, gathers=True))
-            parts: list[Any] = [None] * self.size
-            dist.gather_object(mine, parts, dst=self._coordinator, group=self.control_group())
-            return self._broadcast(_combined(parts, combine))
-        outcome = _combined([pickle.loads(part) for part in sent], combine)
-        is_small = isinstance(outcome, _Failure) or len(outcome) <= inline_bytes
-        self._announce(_Verdict({}, outcome if is_small else None))
-        return outcome if is_small else self._broadcast(outcome)
+        sent = [
+            mine if r == self.rank else pickle.loads(self._store.get(self._key(f"here/{r}"))) for r in range(self.size)
+        ]
+        key = "verdict"
+        if any(isinstance(part, _Large) for part in sent):
+            self._set(key, _Verdict({}))
+            key = "outcome"
+        try:
+            outcome = _combined([self._received(rank, part) for rank, part in enumerate(sent)], combine)
+        except RuntimeError as error:
+            self._set(
+                key, _Verdict({}, _Failure(_rank_error({self.rank: f"lost touch with another rank: {error}"}), False))
+            )
+            raise
+        self._set(key, _Verdict({}, _inline(outcome, inline_bytes)))
+        if isinstance(outcome, bytes) and len(outcome) > inline_bytes:
+            dist.broadcast(_tensor(outcome), src=self._coordinator, group=self.control_group())
+        return outcome
 
-    def _announce(self, verdict: _Verdict) -> None:
-        self._store.set(self._key("verdict"), pickle.dumps(verdict))  # type: ignore[arg-type]  # the stubs forget bytes
+    def _received(self, rank: int, part: bytes | _Failure | _Large) -> bytes | _Failure:
+        if not isinstance(part, _Large):
+            return part
+        buffer = torch.empty(part.nbytes, dtype=torch.uint8)
+        dist.recv(buffer, src=self.ranks[rank], group=self.control_group(), tag=SEND_TAG)
+        return buffer.numpy().tobytes()
+
+    def _set(self, name: str, value: object) -> None:
+        self._store.set(self._key(name), pickle.dumps(value))  # type: ignore[arg-type]  # the stubs forget bytes
 
     def _raise_if_late(self, verdict: _Verdict) -> None:
         if verdict.causes:
             # Whoever comes now must not take this rank for one that is still waiting.
             self._store.delete_key(self._key(f"here/{self.rank}"))
             raise _rank_error(verdict.causes)
-
-    def _broadcast(self, outcome: bytes | _Failure | None) -> bytes | _Failure:
-        box: list[Any] = [outcome]
-        dist.broadcast_object_list(box, src=self._coordinator, group=self.control_group())
-        return box[0]  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
     def _sign_of_life(self) -> Iterator[None]:
@@ -278,8 +331,8 @@ class Ranks:
                 beats, deadline = now, time.monotonic() + self.timeout_s
         return []
 
-    def _await_verdict(self) -> _Verdict:
-        key = self._key("verdict")
+    def _await(self, name: str) -> _Verdict:
+        key = self._key(name)
         deadline = time.monotonic() + self.timeout_s
         beat = b""
         while not self._wait(key, HEARTBEAT_S):
@@ -311,7 +364,7 @@ class Ranks:
     def _forget(self, number: int) -> None:
         """All ranks have left a round once they have met in the one after it."""
         if number > 0:
-            names = ["verdict", "failed", *(f"{k}/{r}" for k in ("here", "beat") for r in range(self.size))]
+            names = ["verdict", "outcome", "failed", *(f"{k}/{r}" for k in ("here", "beat") for r in range(self.size))]
             for name in names:
                 self._store.delete_key(f"{number}/{name}")
 
@@ -335,11 +388,29 @@ def _combined(parts: list[Any], combine: Callable[[Sequence[Any]], Any]) -> byte
     if failures:
         return _Failure(_joined(failures, len(parts)), False)
     try:
-        return pickle.dumps(combine([pickle.loads(part) for part in parts]))
+        return _packed(combine([_unpacked(part) for part in parts]))
     except CloudckptError as error:
         return _Failure(error, False)
     except Exception as error:  # noqa: BLE001  # must reach all ranks
         return _Failure(_foreign(error), False)
+
+
+def _inline(part: bytes | _Failure, inline_bytes: int) -> bytes | _Failure | _Large:
+    """What stands for a part or an outcome in the store. A failure has to be told at once, however long its text."""
+    return _Large(len(part)) if isinstance(part, bytes) and len(part) > inline_bytes else part
+
+
+def _packed(value: object) -> bytes:
+    """Compressed, since names and columns of numbers, of which descriptions and receipts consist, repeat themselves."""
+    return isal_zlib.compress(pickle.dumps(value, protocol=5), 1)
+
+
+def _unpacked(data: bytes) -> Any:
+    return pickle.loads(isal_zlib.decompress(data))
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _joined(failures: dict[int, _Failure], size: int) -> CloudckptError:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard  # no public name; FSDP2 with TP makes them
 from torch.nn.parameter import is_lazy
@@ -81,6 +83,13 @@ class LocalShard:
         return array_elements(self.memory) if self.memory.ndim == len(self.shape) else array_bytes(self.memory)
 
     @property
+    def address(self) -> tuple[int, int] | None:
+        """Equal for two names of the same memory, and sooner at hand than `identity`; None where nobody shares it."""
+        if not isinstance(self.memory, torch.Tensor) or self.memory.numel() == 0:
+            return None
+        return self.memory.untyped_storage().data_ptr(), int(self.memory.storage_offset())
+
+    @property
     def identity(self) -> tuple[Any, ...]:
         """Equal for two names of the same memory. Empty tensors have none worth sharing."""
         if not isinstance(self.memory, torch.Tensor) or self.memory.numel() == 0:
@@ -147,25 +156,29 @@ def plain_tensor(tensor: torch.Tensor, text: str) -> torch.Tensor:
     if is_lazy(tensor):
         raise InvalidStateError(f"{text!r}: the parameter is not initialised yet; run the lazy module once first")
     local = tensor.detach()
-    if type(local).__name__ == "AsyncCollectiveTensor":
-        local = local.wait()  # type: ignore[attr-defined]
     if type(local) is not torch.Tensor:
+        if type(local).__name__ == "AsyncCollectiveTensor":
+            local = local.wait()  # type: ignore[attr-defined]
         kind = type(local)
-        raise InvalidStateError(
-            f"{text!r}: unsupported tensor subclass {kind.__module__}.{kind.__qualname__} here; "
-            "store its inner tensors, each with its own placement, instead"
-        )
+        if kind is not torch.Tensor:
+            raise InvalidStateError(
+                f"{text!r}: unsupported tensor subclass {kind.__module__}.{kind.__qualname__} here; "
+                "store its inner tensors, each with its own placement, instead"
+            )
     if local.layout is not torch.strided:
         raise InvalidStateError(f"{text!r}: a tensor of layout {local.layout} cannot be stored; use to_dense()")
-    if local.device.type == "meta":
+    if local.is_meta:
         raise InvalidStateError(f"{text!r}: a meta tensor holds no data")
     if local.dim() > MAX_DIMS:
         raise InvalidStateError(f"{text!r}: a tensor of {local.dim()} dims; at most {MAX_DIMS} are possible")
-    last = local.storage_offset() + sum((n - 1) * s for n, s in zip(local.shape, local.stride(), strict=True))
-    if local.numel() and (last + 1) * local.element_size() > local.untyped_storage().nbytes():
+    if local.is_contiguous():
+        reach = local.numel()
+    else:
+        reach = 1 + sum((n - 1) * s for n, s in zip(local.shape, local.stride(), strict=True))
+    if local.numel() and (local.storage_offset() + reach) * local.element_size() > local.untyped_storage().nbytes():
         # FSDP1 and offloading free storages like this; numpy would read past their end.
         raise InvalidStateError(f"{text!r}: the memory of this tensor was freed or is too small; gather it first")
-    return local.resolve_conj().resolve_neg()
+    return local.resolve_conj().resolve_neg() if local.is_conj() or local.is_neg() else local
 
 
 def dtype_name(tensor: torch.Tensor, text: str) -> str:
@@ -178,41 +191,70 @@ def dtype_name(tensor: torch.Tensor, text: str) -> str:
 
 
 def _dtensor_shard(tensor: DTensor, text: str) -> LocalShard:
-    mesh = tensor.device_mesh
-    local = plain_tensor(tensor.to_local(), text)
     shape = tuple(tensor.shape)
-    coordinate = mesh.get_coordinate()
-    entry = MeshEntry(shape=tuple(mesh.shape), dim_names=tuple(mesh.mesh_dim_names or ()))
-    shard = LocalShard(text, dtype_name(local, text), shape, (), local, placed=True, mesh=entry)
-    _check_placements(tensor, text)
-    if coordinate is None:  # this rank is outside of the mesh
-        return shard
+    local = plain_tensor(tensor.to_local(), text)
+    entry, coordinate = _mesh_entry(tensor.device_mesh), tensor.device_mesh.get_coordinate()
+    pieces: tuple[PieceBox, ...] = ()
+    try:
+        cuts = tuple([_cut(placement, len(shape)) for placement in tensor.placements])
+        if coordinate is not None:  # else this rank is outside of the mesh
+            pieces = _dtensor_pieces(shape, tuple(local.shape), entry.shape, tuple(coordinate), cuts)
+    except _UnclearCutError as error:
+        raise InvalidStateError(f"{text!r}: {error}") from None
+    return LocalShard(text, dtype_name(local, text), shape, pieces, local, placed=True, mesh=entry)
+
+
+_MESHES: WeakKeyDictionary[DeviceMesh, MeshEntry] = WeakKeyDictionary()
+"""A mesh has many tensors, and torch works its shape out again whenever it is asked."""
+
+
+def _mesh_entry(mesh: DeviceMesh) -> MeshEntry:
+    entry = _MESHES.get(mesh)
+    if entry is None:
+        entry = _MESHES[mesh] = MeshEntry(shape=tuple(mesh.shape), dim_names=tuple(mesh.mesh_dim_names or ()))
+    return entry
+
+
+class _UnclearCutError(Exception):
+    """The placements do not say, or say something else than the local tensor, what this rank holds."""
+
+
+# Most tensors of a model have one of a few shapes, and are saved again and again.
+@lru_cache(maxsize=4096)
+def _dtensor_pieces(
+    shape: tuple[int, ...],
+    local_shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    cuts: tuple[tuple[int, int] | None, ...],
+) -> tuple[PieceBox, ...]:
+    """``cuts``: by mesh axis, the dim that it cuts and the split factor; None where it does not."""
     axes: list[list[DimShard]] = [[] for _ in shape]
-    for axis, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():
-            dim, factor = _shard_dim(placement, len(shape))
-            axes[dim].append(DimShard(mesh.size(axis), coordinate[axis], factor))
-    if local.numel() == 0 and any(() in _possible_runs(n, shards) for n, shards in zip(shape, axes, strict=True)):
-        return shard  # FSDP2 does not keep the other dims of an empty local tensor
+    for axis, cut in enumerate(cuts):
+        if cut is not None:
+            dim, factor = cut
+            axes[dim].append(DimShard(mesh_shape[axis], coordinate[axis], factor))
+    if 0 in local_shape and any(() in _possible_runs(n, shards) for n, shards in zip(shape, axes, strict=True)):
+        return ()  # FSDP2 does not keep the other dims of an empty local tensor
     runs = [
-        _runs(extent, shards, local.shape[d], f"{text!r}, dim {d}")
+        _runs(extent, shards, local_shape[d], f"dim {d}")
         for d, (extent, shards) in enumerate(zip(shape, axes, strict=True))
     ]
-    return replace(shard, pieces=tuple(pieces_from_runs(runs)))
+    return tuple(pieces_from_runs(runs))
 
 
-def _check_placements(tensor: DTensor, text: str) -> None:
-    for placement in tensor.placements:
-        if placement.is_partial():
-            raise InvalidStateError(
-                f"{text!r}: the tensor is {placement}, a pending reduction; "
-                "redistribute() it to Replicate or Shard first"
-            )
-        if not (placement.is_replicate() or placement.is_shard() or isinstance(placement, _StridedShard)):
-            raise InvalidStateError(f"{text!r}: unsupported placement {placement}")
-
-
-def _shard_dim(placement: Placement, dims: int) -> tuple[int, int]:
+# "typed": some versions of torch take Shard(0) for equal to a strided one.
+@lru_cache(maxsize=256, typed=True)
+def _cut(placement: Placement, dims: int) -> tuple[int, int] | None:
+    """The dim that is cut, and the split factor; None for a replica."""
+    if placement.is_replicate():
+        return None
+    if placement.is_partial():
+        raise _UnclearCutError(
+            f"the tensor is {placement}, a pending reduction; redistribute() it to Replicate or Shard first"
+        )
+    if not (placement.is_shard() or isinstance(placement, _StridedShard)):
+        raise _UnclearCutError(f"unsupported placement {placement}")
     dim: int = placement.dim % dims  # type: ignore[attr-defined]
     return dim, int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
@@ -228,8 +270,8 @@ def _runs(extent: int, shards: list[DimShard], local_extent: int, where: str) ->
         return fitting[0]
     if not fitting:
         held = sum(b - a for a, b in dim_runs(extent, shards))
-        raise InvalidStateError(f"{where}: the local tensor has {local_extent} elements, its placements say {held}")
-    raise InvalidStateError(
+        raise _UnclearCutError(f"{where}: the local tensor has {local_extent} elements, its placements say {held}")
+    raise _UnclearCutError(
         f"{where}: strided shards of {extent} elements can be cut in two ways, and this rank's size fits both; "
         "make the dim divisible by the mesh"
     )

@@ -12,6 +12,7 @@ import torch
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format import values
 from cloudckpt.format.manifest import MeshEntry
+from cloudckpt.format.scalars import MAX_BARE_INT
 from cloudckpt.format.tree import key_token
 from cloudckpt.plan.shard import PieceTable
 from cloudckpt.plan.tree import LeafSpec, RankTree, Tie
@@ -43,7 +44,8 @@ class RankState:
 def encode_state(state: Any, *, allow_pickle: bool, describer: Describer) -> RankState:
     """Raises InvalidStateError, naming the path, for anything that cannot be stored."""
     collector = _Collector(allow_pickle, describer)
-    node = values.encode(state, leaf=collector.leaf, allow_pickle=allow_pickle)
+    with torch.no_grad():  # else autograd takes part in every to_local(), and takes longer than all of the rest
+        node = values.encode(state, leaf=collector.leaf, allow_pickle=allow_pickle)
     return RankState(RankTree(node, tuple(collector.specs)), collector.shards)
 
 
@@ -60,18 +62,32 @@ _RULE_NOTE = (
 )
 
 
+def _leaf_id(path: values.Path) -> str:
+    """Not the array's name, which depends on the other paths."""
+    for key in path:
+        if not ((type(key) is str and key.isascii()) or (type(key) is int and abs(key) <= MAX_BARE_INT)):
+            return key_token(values.encode(path))
+    return key_token({"$": "tuple", "items": path})  # the same text, sooner
+
+
+_NEVER_ARRAYS = frozenset({type(None), bool, int, float, str, bytes, dict, list, tuple})
+"""Types of which `_Collector.leaf` need not ask more: almost everything that it is asked about."""
+
+
 class _Collector:
     def __init__(self, allow_pickle: bool, describer: Describer) -> None:
         self.allow_pickle = allow_pickle
         self.describer = describer
         self.specs: list[LeafSpec] = []
         self.shards: dict[str, LocalShard] = {}
-        self._seen: dict[tuple[Any, ...], str] = {}
+        self._at: dict[tuple[int, int], list[tuple[LocalShard, str]]] = {}
         self._kept: list[Any] = []
         self._training: list[Within] = []
         self._digests: dict[tuple[Any, ...], frozenset[Any]] = {}
 
     def leaf(self, path: values.Path, obj: Any) -> values.Node:
+        if type(obj) in _NEVER_ARRAYS:
+            return None
         if is_made_of_tensors(obj):
             parts = tensor_parts(obj, values.dotted(path))
             node = values.encode(parts, leaf=self.leaf, allow_pickle=self.allow_pickle, path=path)
@@ -126,7 +142,7 @@ class _Collector:
 
     def _add(self, path: values.Path, shard: LocalShard) -> str:
         name = _leaf_id(path)
-        alias = self._seen.setdefault(shard.identity, name)
+        alias = self._same_memory(shard, name)
         self.specs.append(
             LeafSpec(
                 id=name,
@@ -134,7 +150,7 @@ class _Collector:
                 dtype=shard.dtype,
                 shape=shard.shape,
                 checked=not shard.placed,
-                alias_of=alias if alias != name else None,
+                alias_of=alias,
                 note=_RULE_NOTE if shard.layout is not None else "",
                 tie=self._tie(path, shard),
             )
@@ -143,7 +159,14 @@ class _Collector:
         self.shards[name] = shard
         return name
 
-
-def _leaf_id(path: values.Path) -> str:
-    """Not the array's name, which depends on the other paths."""
-    return key_token(values.encode(path))
+    def _same_memory(self, shard: LocalShard, name: str) -> str | None:
+        """The id of an earlier shard that is the same."""
+        address = shard.address
+        if address is None:
+            return None
+        others = self._at.setdefault(address, [])
+        for other, other_name in others:
+            if other.identity == shard.identity:
+                return other_name
+        others.append((shard, name))
+        return None

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
@@ -28,34 +29,52 @@ from cloudckpt.format.manifest import (
     ObjectEntry,
 )
 from cloudckpt.format.zarr_json import array_document, encode_document, group_document
-from cloudckpt.plan.tree import MergedTree
+from cloudckpt.plan.tree import LeafSpec
 from cloudckpt.plan.writes import SavePlan
 from cloudckpt.transfer.upload import ChunkWrite, UploadJob, UploadReceipt
 
 
 @dataclass(frozen=True, eq=False)
+class ArrayPlan:
+    """Which arrays there will be and who writes what of them; the same for every save of the same layout.
+
+    ``leaves``, ``names``: the arrays and their names, by number.
+    """
+
+    leaves: tuple[LeafSpec, ...]
+    names: tuple[str, ...]
+    chunks: SavePlan
+    compression: str | None
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Leaf id to number; aliases have none."""
+        return {spec.id: i for i, spec in enumerate(self.leaves)}
+
+    def locate(self, chunk: int) -> tuple[int, int]:
+        """The number of the array that a chunk is of, and the chunk's number in the array's grid."""
+        array = int(self.chunks.tensors_of(np.array([chunk]))[0])
+        return array, chunk - int(self.chunks.first_chunks[array])
+
+
+@dataclass(frozen=True, eq=False)
 class Blueprint:
-    """Everything about the checkpoint that is known before its chunks are written."""
+    """Everything about the checkpoint that is known before its chunks are written. ``notes``: to warn the caller of."""
 
     attempt: str
     step: int | None
     layout: str
-    compression: str | None
-    merged: MergedTree
-    plan: SavePlan
+    arrays: ArrayPlan
+    tree: values.Node
     meshes: tuple[MeshEntry, ...]
     metadata: values.Node
     world_size: int
-
-    @property
-    def names(self) -> list[str]:
-        """The array names of the tensors, by number."""
-        return [self.merged.names[spec.id] for spec in self.merged.leaves]
+    notes: tuple[str, ...] = ()
 
 
-def upload_job(blueprint: Blueprint, rank: int) -> UploadJob:
+def upload_job(arrays: ArrayPlan, attempt: str, rank: int) -> UploadJob:
     """What ``rank`` writes: its chunks in tensor order, and the zarr.json of their arrays."""
-    plan, leaves, names = blueprint.plan, blueprint.merged.leaves, blueprint.names
+    plan, leaves, names = arrays.chunks, arrays.leaves, arrays.names
     chunks = plan.chunks_of(rank)
     tensors = plan.tensors_of(chunks)
     writes = []
@@ -67,14 +86,14 @@ def upload_job(blueprint: Blueprint, rank: int) -> UploadJob:
         writes.append(ChunkWrite(chunk, names[tensor], chunk_key(names[tensor], index), nbytes))
     described = _described_by(plan, rank)
     documents = {
-        names[t]: encode_document(array_document(leaves[t].dtype, plan.grids[t], blueprint.compression))
+        names[t]: encode_document(array_document(leaves[t].dtype, plan.grids[t], arrays.compression))
         for t in dict.fromkeys([*tensors.tolist(), *described])
     }
     group = encode_document(group_document())
     own = {f"{names[t]}/zarr.json": documents[names[t]] for t in described}
     if rank == 0:
         own["zarr.json"] = group
-    return UploadJob(blueprint.attempt, rank, tuple(writes), documents, own, group, blueprint.compression)
+    return UploadJob(attempt, rank, tuple(writes), documents, own, group, arrays.compression)
 
 
 def _described_by(plan: SavePlan, rank: int) -> list[int]:
@@ -85,8 +104,8 @@ def _described_by(plan: SavePlan, rank: int) -> list[int]:
 
 def assemble(blueprint: Blueprint, receipts: Sequence[UploadReceipt]) -> Manifest:
     """The manifest. Raises InvalidStateError, naming tensor and box, unless every chunk was written exactly once."""
-    plan, merged = blueprint.plan, blueprint.merged
-    objects, chunks = _joined(blueprint, receipts)
+    plan = blueprint.arrays
+    objects, chunks = _joined(plan, receipts)
     arrays = tuple(
         ArrayEntry(
             name=name,
@@ -94,10 +113,10 @@ def assemble(blueprint: Blueprint, receipts: Sequence[UploadReceipt]) -> Manifes
             shape=spec.shape,
             grid=grid.encode(),
             first_chunk=first,
-            compression=blueprint.compression,
+            compression=plan.compression,
         )
         for name, spec, grid, first in zip(
-            blueprint.names, merged.leaves, plan.grids, plan.first_chunks.tolist(), strict=True
+            plan.names, plan.leaves, plan.chunks.grids, plan.chunks.first_chunks.tolist(), strict=True
         )
     )
     return Manifest(
@@ -113,7 +132,7 @@ def assemble(blueprint: Blueprint, receipts: Sequence[UploadReceipt]) -> Manifes
             layout=blueprint.layout,
             meshes=blueprint.meshes,
             metadata=blueprint.metadata,
-            tree=merged.node,
+            tree=blueprint.tree,
             arrays=arrays,
             objects=objects,
             chunks=chunks,
@@ -121,8 +140,8 @@ def assemble(blueprint: Blueprint, receipts: Sequence[UploadReceipt]) -> Manifes
     )
 
 
-def _joined(blueprint: Blueprint, receipts: Sequence[UploadReceipt]) -> tuple[tuple[ObjectEntry, ...], ChunkTable]:
-    count = len(blueprint.plan.owner)
+def _joined(plan: ArrayPlan, receipts: Sequence[UploadReceipt]) -> tuple[tuple[ObjectEntry, ...], ChunkTable]:
+    count = len(plan.chunks.owner)
     times = np.zeros(count, dtype=np.int64)
     columns: list[npt.NDArray[Any]] = [np.zeros(count, dtype=np.int64) for _ in range(4)]
     objects: list[ObjectEntry] = []
@@ -134,14 +153,12 @@ def _joined(blueprint: Blueprint, receipts: Sequence[UploadReceipt]) -> tuple[tu
         objects.extend(receipt.objects)
     wrong = np.nonzero(times != 1)[0]
     if len(wrong):
-        raise _miscounted(blueprint, int(wrong[0]), int(times[wrong[0]]))
+        raise _miscounted(plan, int(wrong[0]), int(times[wrong[0]]))
     return tuple(objects), ChunkColumns.pack(*columns)
 
 
-def _miscounted(blueprint: Blueprint, chunk: int, times: int) -> InvalidStateError:
-    plan = blueprint.plan
-    tensor = int(plan.tensors_of(np.array([chunk]))[0])
-    path = values.dotted(blueprint.merged.leaves[tensor].path)
-    box = plan.grids[tensor].box(chunk - int(plan.first_chunks[tensor]))
+def _miscounted(plan: ArrayPlan, chunk: int, times: int) -> InvalidStateError:
+    array, number = plan.locate(chunk)
+    path, box = values.dotted(plan.leaves[array].path), plan.chunks.grids[array].box(number)
     fault = f"was written {times} times" if times else "was written by nobody"
     return InvalidStateError(f"tensor {path!r}: chunk {box} {fault}")

@@ -17,9 +17,9 @@ from cloudckpt.format.box import Box
 from cloudckpt.format.manifest import ObjectEntry
 from cloudckpt.plan.reads import StoredChunks, plan_load
 from cloudckpt.plan.shard import PieceTable, TensorSpec
-from cloudckpt.plan.tree import LeafSpec, MergedTree
+from cloudckpt.plan.tree import LeafSpec
 from cloudckpt.plan.writes import SavePlan, plan_save
-from cloudckpt.transfer.job import Blueprint, assemble
+from cloudckpt.transfer.job import ArrayPlan, Blueprint, assemble
 from cloudckpt.transfer.upload import UploadReceipt
 
 pytestmark = pytest.mark.timeout(60)
@@ -120,8 +120,8 @@ def test_a_chunk_that_two_ranks_or_none_wrote_is_named(change: int, fault: str):
     receipt = UploadReceipt(
         (ObjectEntry(key="a/p", nbytes=1, crc32c=0, rank=0),), chunks, zeros, zeros, zeros, zeros.astype(np.uint32)
     )
-    merged = MergedTree({}, (LeafSpec("w", ("w",), "float32", spec.shape),), {"w": "w"})
-    blueprint = Blueprint("a", 1, "packed", None, merged, plan, (), {}, 1)
+    arrays = ArrayPlan((LeafSpec("w", ("w",), "float32", spec.shape),), ("w",), plan, None)
+    blueprint = Blueprint("a", 1, "packed", arrays, {}, (), {}, 1)
     box = plan.grids[0].box(victim)
     with pytest.raises(InvalidStateError, match=f"'w'.*{fault}") as caught:
         assemble(blueprint, [receipt])
