@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import exchange_bench
 from bench_state import Layout, TensorSpec, layers, small, total_bytes, warm_up
 from peers import PEERS, Place
-from plan_bench import PlanFigures, measure_plans
+from plan_bench import PlanFigures, measure_exchange, measure_plans
 from pool import Pool, RankFigures, Task, TaskError
-from report import Bar, Sample, bars, print_report, warm_bars, write_json
+from report import Bar, Sample, bars, exchange_bars, print_report, warm_bars, write_json
 from rich.console import Console
 from server_counts import ServerCounts, read_counts
 from warm_bench import measure_warm_saves
@@ -190,9 +191,10 @@ def main() -> int:
                     bench.turn(name, repeat)
             if not args.no_extras and "cloudckpt" in names:
                 bench.many_small("cloudckpt")
-    plans: list[PlanFigures] = [] if args.no_extras else measure_plans()
+    plans: list[PlanFigures] = [] if args.no_extras else [*measure_plans(), *measure_exchange()]
     results: list[Bar] = bars(bench.samples, plans, procs=args.procs)
     if not args.no_extras:
+        results += exchange_bars(exchange_bench.measure(repeat=args.repeat))
         results += warm_bars(measure_warm_saves())
     print_report(console, bench.samples, plans, results)
     write_json(args.json, bench.samples, plans, results, mib=args.mib, procs=args.procs)

@@ -129,24 +129,24 @@ def _measure(action: Callable[[], Told]) -> RankFigures:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # else free memory of the last task would hide what this one needs
     dist.barrier()
-    _reset_peak_rss()
-    rss = _status_bytes("VmRSS")
+    reset_peak_rss()
+    rss = status_bytes("VmRSS")
     usage = resource.getrusage(resource.RUSAGE_SELF)
     start = time.monotonic()
     told = action()
     end = time.monotonic()
     now = resource.getrusage(resource.RUSAGE_SELF)
-    peak = _status_bytes("VmHWM")
+    peak = status_bytes("VmHWM")
     dist.barrier()
     cpu = now.ru_utime - usage.ru_utime + now.ru_stime - usage.ru_stime
     return RankFigures(start, end, cpu, max(0, peak - rss), told)
 
 
-def _reset_peak_rss() -> None:
+def reset_peak_rss() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _status_bytes(name: str) -> int:
+def status_bytes(name: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024

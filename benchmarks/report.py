@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import exchange_bench
 from plan_bench import PlanFigures
 from rich.console import Console
 from rich.table import Table
@@ -88,6 +89,19 @@ def bars(samples: Sequence[Sample], plans: Sequence[PlanFigures], *, procs: int)
 def warm_bars(figures: WarmFigures) -> list[Bar]:
     size = f"{figures.num_ranks} ranks, {figures.num_tensors:,} tensors"
     return [Bar(f"warm save, {size}: {what}", figure, bar, at_least=False) for what, figure, bar in figures.bars]
+
+
+def exchange_bars(figures: Sequence[exchange_bench.Figures]) -> list[Bar]:
+    replicas, apart = exchange_bench.REPLICAS, exchange_bench.NOTHING_SHARED
+    shared = next(f for f in figures if (f.what, f.mode) == (replicas, "auto"))
+    memory = [f.extra_bytes / f.budget_bytes for f in figures]
+    return [
+        _bar(f"load, {replicas} / exchange='none'", exchange_bench.speedup(figures, replicas), 2.5, at_least=True),
+        _bar(f"load, {apart} / exchange='none'", exchange_bench.speedup(figures, apart), 0.97, at_least=True),
+        # A read of several chunks takes the few bytes of ZIP headers between them along.
+        Bar(f"bytes fetched / needed, {replicas}", shared.fetched_per_needed, 1.005, at_least=False),
+        Bar("peak extra memory of a load with exchange / budget", max(memory), 1.1, at_least=False),
+    ]
 
 
 def _loads(procs: int) -> list[tuple[str, int]]:

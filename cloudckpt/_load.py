@@ -17,6 +17,7 @@ from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.manifest import Manifest, decode_manifest
 from cloudckpt.format.tree import TreePath, leaves
 from cloudckpt.plan.changes import Cast, Changes, Resizes
+from cloudckpt.plan.exchange import ROUND_BYTES
 from cloudckpt.plan.reads import RangeRead
 from cloudckpt.plan.rename import Rules, describe_rules, renamed
 from cloudckpt.plan.rules import ShardingRules
@@ -27,7 +28,7 @@ from cloudckpt.pytorch.fill import Match, check_root, match_state
 from cloudckpt.pytorch.group import Group, Ranks, make_group
 from cloudckpt.pytorch.sharing import ExchangeMode, Groups, Prepared, Scope, Shared, describe, prepare, share
 from cloudckpt.pytorch.targets import ChunkPlaces
-from cloudckpt.pytorch.wishes import Wish, judge, pack_bits, unpack_bits
+from cloudckpt.pytorch.wishes import NOTHING_SHARED, Wish, judge, pack_bits, unpack_bits
 from cloudckpt.store.base import Store
 from cloudckpt.store.resolve import resolve
 from cloudckpt.transfer.download import Admit, OpenSink, download, effective_read_bytes
@@ -186,9 +187,20 @@ def load(
             assert isinstance(ranks, Ranks)
             buffer_bytes = config.memory_bytes // 2
             shared = share(ranks, prepared[0], verdict.agreement, exchange, exchange_scope, buffer_bytes=buffer_bytes)
-            reason = "no chunk is wanted twice" if shared is None else "chunks are wanted by several ranks"
+            reason = NOTHING_SHARED if shared is None else "chunks are wanted by several ranks"
         seconds["plan"] = time.perf_counter() - start
-        report = _read(ranks, store, manifest, prepared[0], shared, reason, progress, config, seconds)
+        report = _read(
+            ranks,
+            store,
+            manifest,
+            prepared[0],
+            shared,
+            reason,
+            progress,
+            config,
+            seconds,
+            is_last=not verdict.has_objects,
+        )
         report = replace(
             report,
             missing=verdict.missing,
@@ -201,7 +213,7 @@ def load(
             matches[0].finish()
 
         if verdict.has_objects:  # load_state_dict() may fail on one rank only
-            return ranks.round(finish, lambda _: report)
+            return ranks.round(finish, lambda _: report, is_last=True)
         finish()
         return report
     finally:
@@ -226,6 +238,8 @@ def _read(
     progress: Progress,
     config: Config,
     seconds: dict[str, float],
+    *,
+    is_last: bool,
 ) -> LoadReport:
     num_chunks = manifest.document.chunks.count
 
@@ -245,7 +259,8 @@ def _read(
                 prepared.targets,
                 shared,
                 lambda it: transfer(it.reads, it.open_sink, config=half, admit=it.admit),
-                read_bytes=effective_read_bytes(half),
+                # Reads end with their rounds: several a round, so that enough are in flight.
+                read_bytes=min(ROUND_BYTES // 2, effective_read_bytes(half)),
             )
         seconds["read"] = time.perf_counter() - start
         counts = store.counts
@@ -272,7 +287,7 @@ def _read(
             exchange_reason=reason,
         )
 
-    return ranks.round(fetch, summarise)
+    return ranks.round(fetch, summarise, is_last=is_last)
 
 
 def _transfer(

@@ -232,7 +232,7 @@ def _write(
         _remove(store, written)
         raise
     try:
-        return ranks.round(lambda: None, publish)
+        return ranks.round(lambda: None, publish, is_last=True)
     except AlreadyCommittedError:
         _remove(store, written)
         raise

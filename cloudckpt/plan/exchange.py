@@ -25,8 +25,11 @@ from cloudckpt.plan.wants import Wants
 
 Mode = Literal["auto", "broadcast", "alltoall"]
 
-ROUND_BYTES = 32 * MIB
-"""What a rank reads per round, at most: small enough to overlap with passing on, large enough for full requests."""
+ROUND_BYTES = 8 * MIB
+"""What a rank reads per round, at most: the last round is passed on when there is nothing left to read meanwhile."""
+
+NUM_BUFFERS = 4
+"""Rounds that are being read, or have been and wait to be passed on: enough requests in flight for a far store."""
 
 ALIGNMENT = 16
 """Every part in a buffer starts at a multiple of this, so that it can be seen as elements of any dtype."""
@@ -292,10 +295,10 @@ class _Rounds:
                 return number, peak
 
     def _peak(self, number: Ints) -> int:
-        """Two rounds of sends (one under way, one being read), and one of receipts."""
+        """All rounds of sends that there are buffers for, and one of receipts."""
         sends = _sums(self._reader, number, self._sent)
         receipts = _sums(self._table, number[self._row], self._received)
-        return 2 * int(sends.max(initial=0)) + int(receipts.max(initial=0))
+        return NUM_BUFFERS * int(sends.max(initial=0)) + int(receipts.max(initial=0))
 
 
 def _sums(who: Ints, number: Ints, nbytes: Ints) -> npt.NDArray[np.float64]:

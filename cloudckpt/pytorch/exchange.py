@@ -14,6 +14,7 @@ import torch.distributed as dist
 from cloudckpt.errors import InterruptedTransferError
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.place import Placement, PlacementSink
+from cloudckpt.plan.exchange import NUM_BUFFERS
 from cloudckpt.plan.exchange_part import Broadcast, ExchangePart, part_of_rank
 from cloudckpt.plan.reads import RangeRead
 from cloudckpt.pytorch.links import Link, host_buffer
@@ -42,8 +43,8 @@ def run_exchange(
 class Exchange:
     """One rank's part of one load.
 
-    Two buffers hold what is passed on: one under way, one being filled. Reads for the round after
-    that wait until the first has been sent.
+    A few buffers hold what is passed on: one under way, the others being filled. Reads for the round
+    after these wait until the first has been sent.
     """
 
     def __init__(self, manifest: Manifest, targets: Targets, shared: Shared, part: ExchangePart) -> None:
@@ -82,7 +83,7 @@ class Exchange:
     def admit(self, read: RangeRead, stop: threading.Event) -> None:
         """Wait for a buffer for what the read brings. Raises InterruptedTransferError once ``stop`` is set."""
         with self._changed:
-            while self._num_sent + 2 <= read.round < self._plan.num_rounds:
+            while self._num_sent + NUM_BUFFERS <= read.round < self._plan.num_rounds:
                 if stop.is_set():
                     raise InterruptedTransferError("stopped, since another part of the load failed")
                 self._changed.wait(0.1)
@@ -176,12 +177,12 @@ class _CountedSink:
 
 
 class _Outgoing:
-    """Two buffers in turn for what a rank passes on; chunks are put there as they arrive."""
+    """Buffers in turn for what a rank passes on; chunks are put there as they arrive."""
 
     def __init__(self, manifest: Manifest, part: ExchangePart, me: int, device_type: str) -> None:
         self._manifest = manifest
         self._device_type = device_type
-        self._slots = [host_buffer(part.outgoing_bytes, device_type) for _ in range(2)]
+        self._slots = [host_buffer(part.outgoing_bytes, device_type) for _ in range(NUM_BUFFERS)]
         self._bytes = [slot.numpy() for slot in self._slots]
         self._rows: dict[int, list[tuple[int, int, list[int], list[int]]]] = {}
         sends = part.sends
@@ -202,14 +203,14 @@ class _Outgoing:
         array, position = self._manifest.locate(chunk)
         stored_shape = self._manifest.grids[array].stored_shape(position)
         n, itemsize = len(stored_shape), self._manifest.itemsize(array)
-        buffer = self._bytes[number % 2]
+        buffer = self._bytes[number % NUM_BUFFERS]
         return [
             Placement.of_box(buffer[offset : offset + nbytes].reshape(*shape[:n], itemsize), stored_shape, in_chunk[:n])
             for offset, nbytes, in_chunk, shape in rows
         ]
 
     def on_device(self, number: int) -> torch.Tensor:
-        slot = self._slots[number % 2]
+        slot = self._slots[number % NUM_BUFFERS]
         return slot if self._device_type == "cpu" else slot.to(self._device_type)
 
 

@@ -42,6 +42,9 @@ INLINE_TOTAL_BYTES = 8 * 1024 * 1024
 """...and all ranks together."""
 
 
+FAREWELL_S = 2.0
+"""How long the coordinator stays for others to read the last outcome, which lies in a store that may end with it."""
+
 SEND_TAG = 0x636B7074
 """Tells what is sent here from what the caller may send over the same group."""
 
@@ -53,8 +56,12 @@ class Group(Protocol):
     size: int
     cancel: threading.Event
 
-    def round(self, part: Callable[[], T], combine: Callable[[Sequence[T]], R]) -> R:
-        """Collective. ``part`` runs everywhere, ``combine`` (of all parts, by rank) on the coordinator."""
+    def round(self, part: Callable[[], T], combine: Callable[[Sequence[T]], R], *, is_last: bool = False) -> R:
+        """Collective. ``part`` runs everywhere, ``combine`` (of all parts, by rank) on the coordinator.
+
+        ``is_last``: what follows is the caller's. The coordinator, whose process may hold the rendezvous store,
+        then stays until all have the outcome; so it does after a failure.
+        """
 
     def kept(self, kind: type[K]) -> K:
         """This rank's one object of a kind, made at first use and dropped with the group; for one process: never."""
@@ -69,7 +76,7 @@ class Alone:
     def __init__(self) -> None:
         self.cancel = threading.Event()
 
-    def round(self, part: Callable[[], T], combine: Callable[[Sequence[T]], R]) -> R:
+    def round(self, part: Callable[[], T], combine: Callable[[Sequence[T]], R], *, is_last: bool = False) -> R:  # noqa: ARG002  # nobody to wait for
         self.cancel.clear()
         return combine([part()])
 
@@ -174,7 +181,7 @@ class Ranks:
     def kept(self, kind: type[K]) -> K:
         return _kept_in(self._kept, kind)
 
-    def round(self, part: Callable[[], T], combine: Callable[[Sequence[T]], R]) -> R:
+    def round(self, part: Callable[[], T], combine: Callable[[Sequence[T]], R], *, is_last: bool = False) -> R:
         self._rounds += 1
         self.cancel.clear()
         mine: bytes | _Failure | None = None
@@ -182,6 +189,8 @@ class Ranks:
             with self._sign_of_life():
                 mine = self._work(part)
                 outcome = self._exchange(mine, combine)
+                if is_last or isinstance(outcome, _Failure):
+                    self._see_off()
         except RuntimeError as error:  # of gloo or of torch's store: the other end of a connection is gone
             text = f"lost touch with the other ranks, one of which was killed or cut off: {error}"
             own = [str(mine.error)] if isinstance(mine, _Failure) and not mine.interrupted else []
@@ -276,6 +285,15 @@ class Ranks:
             dist.broadcast(_tensor(outcome), src=self._coordinator, group=self.control_group())
         return outcome
 
+    def _see_off(self) -> None:
+        """Wait on the coordinator, though not for long, until the others have what they need from the store."""
+        if self.rank != COORDINATOR:
+            self._store.add(self._key("left"), 1)
+            return
+        deadline = time.monotonic() + min(FAREWELL_S, self.timeout_s)
+        while self._store.add(self._key("left"), 0) < self.size - 1 and time.monotonic() < deadline:
+            time.sleep(0.001)
+
     def _received(self, rank: int, part: bytes | _Failure | _Large) -> bytes | _Failure:
         if not isinstance(part, _Large):
             return part
@@ -364,7 +382,13 @@ class Ranks:
     def _forget(self, number: int) -> None:
         """All ranks have left a round once they have met in the one after it."""
         if number > 0:
-            names = ["verdict", "outcome", "failed", *(f"{k}/{r}" for k in ("here", "beat") for r in range(self.size))]
+            names = [
+                "verdict",
+                "outcome",
+                "failed",
+                "left",
+                *(f"{k}/{r}" for k in ("here", "beat") for r in range(self.size)),
+            ]
             for name in names:
                 self._store.delete_key(f"{number}/{name}")
 

@@ -19,11 +19,15 @@ from cloudckpt.pytorch.fill import Match
 from cloudckpt.pytorch.group import Group, Ranks, device_types
 from cloudckpt.pytorch.links import Links, NamedSet, RankSet, offered_groups
 from cloudckpt.pytorch.targets import Targets
-from cloudckpt.pytorch.wishes import Agreement, Sharing
+from cloudckpt.pytorch.wishes import Agreement, Sharing, pack_bits
 
 ExchangeMode = Literal["auto", "none", "broadcast", "alltoall"]
 Scope = Literal["world", "node"]
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
+
+
+FEW_CHUNKS = 2**15
+"""Of so many, each rank tells which it wants, in 4 KiB: a load that shares nothing then needs no tables of wants."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,13 +51,17 @@ def prepare(manifest: Manifest, match: Match, ranks: Group, groups: Groups | Non
 def describe(prepared: Prepared, manifest: Manifest, ranks: Ranks) -> Sharing:
     """What the others must know of this rank."""
     owner = np.array([entry.rank for entry in manifest.objects], dtype=np.int64)
+    chunks = np.unique(prepared.alone.parts.chunk)
+    touched = np.zeros(len(prepared.stored.nbytes), dtype=bool)
+    touched[chunks] = True
     written = np.nonzero(owner[manifest.columns.object] == ranks.rank)[0] if len(owner) else owner
-    is_own = np.array_equal(written, np.unique(prepared.alone.parts.chunk))
+    is_own = np.array_equal(written, chunks)
     nbytes: dict[str, int] = {}
     for field in prepared.targets.fields:
         nbytes[field.device.type] = nbytes.get(field.device.type, 0) + field.nbytes
     return Sharing(
         digest=table_digest(prepared.targets.table),
+        touched=pack_bits(touched) if len(touched) <= FEW_CHUNKS else None,
         is_own=is_own and ranks.size == manifest.document.world_size,
         node=node_name(),
         device=max(nbytes, key=nbytes.__getitem__, default=None),

@@ -16,17 +16,21 @@ from cloudckpt.plan.rules import ShardingRules, check_all_matched
 from cloudckpt.pytorch.fill import Problems
 from cloudckpt.pytorch.links import NamedSet
 
+NOTHING_SHARED = "no chunk is wanted twice"
+
 
 @dataclass(frozen=True)
 class Sharing:
     """What must be known of a rank to plan an exchange.
 
-    ``digest``: of the table of its wants. ``is_own``: it wants just the chunks that the rank of its number
-    wrote. ``device``: the type of device where most of its bytes go, None without any. ``serves``: types
-    of devices that its group has a backend for. ``groups``: that it has already.
+    ``digest``: of the table of its wants. ``touched``: a bit for every chunk, where these are few. ``is_own``:
+    it wants just the chunks that the rank of its number wrote. ``device``: the type of device where most of its
+    bytes go, None without any. ``serves``: types of devices that its group has a backend for. ``groups``: that
+    it has already.
     """
 
     digest: bytes
+    touched: bytes | None
     is_own: bool
     node: str
     device: str | None
@@ -129,6 +133,9 @@ def _agree(parts: Sequence[Sharing | None]) -> tuple[Agreement | None, str]:
         return None, "not asked for"
     if all(part.is_own for part in sharing):
         return None, "every rank wants what the rank of its number wrote"
+    touched = [part.touched for part in sharing]
+    if _are_disjoint([bits for bits in touched if bits is not None]) and None not in touched:
+        return None, NOTHING_SHARED
     numbers: dict[bytes, int] = {}
     tellers: list[int] = []
     for rank, part in enumerate(sharing):
@@ -147,6 +154,16 @@ def _agree(parts: Sequence[Sharing | None]) -> tuple[Agreement | None, str]:
         groups=frozenset(item for item in offered if all(item in sharing[rank].groups for rank in item[0])),
     )
     return agreement, ""
+
+
+def _are_disjoint(bits: Sequence[bytes]) -> bool:
+    seen = 0
+    for part in bits:
+        number = int.from_bytes(part, "big")
+        if seen & number:
+            return False
+        seen |= number
+    return True
 
 
 def _mismatch(problems: Problems, unexpected: list[str], where: str, strict: bool) -> MismatchError:
