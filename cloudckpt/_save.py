@@ -22,6 +22,7 @@ from cloudckpt.progress import Progress, start_progress
 from cloudckpt.pytorch.describe import Describer
 from cloudckpt.pytorch.digest import Digests, compare_digests, shard_digests
 from cloudckpt.pytorch.group import Group, make_group
+from cloudckpt.pytorch.pause import paused_gc
 from cloudckpt.pytorch.scratch import Scratch
 from cloudckpt.pytorch.shards import LocalShard
 from cloudckpt.pytorch.state import RankState, encode_state, piece_table
@@ -121,9 +122,10 @@ def save(
         )
         _check_options(options)
         opened.append(resolve(url, storage_options, config))
-        encoded = encode_state(state, allow_pickle=allow_pickle, describer=describer)
-        layout_held, values_held = _parts(encoded, describer)
-        description = planner.describe(options, layout_held, values_held, plain.encode(dict(metadata or {})))
+        with paused_gc():
+            encoded = encode_state(state, allow_pickle=allow_pickle, describer=describer)
+            layout_held, values_held = _parts(encoded, describer)
+            description = planner.describe(options, layout_held, values_held, plain.encode(dict(metadata or {})))
         held.append((encoded, description))
         return description.in_brief()
 

@@ -136,8 +136,12 @@ def tensor_shard(tensor: torch.Tensor, text: str) -> LocalShard:
         return _dtensor_shard(tensor, text)
     local = plain_tensor(tensor, text)
     shape = tuple(local.shape)
-    whole = PieceBox((0,) * len(shape), (0,) * len(shape), shape)
-    return LocalShard(text, dtype_name(local, text), shape, (whole,), local)
+    return LocalShard(text, dtype_name(local, text), shape, _whole(shape), local)
+
+
+@lru_cache(maxsize=4096)
+def _whole(shape: tuple[int, ...]) -> tuple[PieceBox, ...]:
+    return (PieceBox((0,) * len(shape), (0,) * len(shape), shape),)
 
 
 def ndarray_shard(array: npt.NDArray[Any], text: str) -> tuple[LocalShard, str]:

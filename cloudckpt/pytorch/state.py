@@ -53,7 +53,10 @@ def piece_table(shards: Mapping[str, LocalShard], order: Mapping[str, int]) -> P
     """The pieces of this rank's shards; ``order``: id to tensor number."""
     held = sorted((order[i], shard) for i, shard in shards.items() if i in order)
     replicas = {number: shard.replica_number for number, shard in held}
-    return PieceTable.build(((number, piece.box) for number, shard in held for piece in shard.pieces), replicas)
+    # Most shards are cut like others, and share the tuple of their pieces.
+    distinct = {id(shard.pieces): shard.pieces for shard in shards.values()}
+    boxes = {key: [piece.box for piece in pieces] for key, pieces in distinct.items()}
+    return PieceTable.build(((number, box) for number, shard in held for box in boxes[id(shard.pieces)]), replicas)
 
 
 _RULE_NOTE = (
@@ -80,7 +83,8 @@ class _Collector:
         self.describer = describer
         self.specs: list[LeafSpec] = []
         self.shards: dict[str, LocalShard] = {}
-        self._at: dict[tuple[int, int], list[tuple[LocalShard, str]]] = {}
+        self._at: dict[tuple[int, int], tuple[LocalShard, str]] = {}
+        self._views: dict[tuple[int, int], list[tuple[LocalShard, str]]] = {}
         self._kept: list[Any] = []
         self._training: list[Within] = []
         self._digests: dict[tuple[Any, ...], frozenset[Any]] = {}
@@ -164,7 +168,10 @@ class _Collector:
         address = shard.address
         if address is None:
             return None
-        others = self._at.setdefault(address, [])
+        first = self._at.setdefault(address, (shard, name))
+        if first[0] is shard:
+            return None
+        others = self._views.setdefault(address, [first])  # what begins at one address may be cut in several ways
         for other, other_name in others:
             if other.identity == shard.identity:
                 return other_name

@@ -16,7 +16,7 @@ _OWN = frozenset({"DTensor", "AsyncCollectiveTensor"})
 
 def is_made_of_tensors(obj: object) -> bool:
     """Whether it has ``__tensor_flatten__``, as quantised tensors do."""
-    return is_traceable_wrapper_subclass(obj) and type(obj).__name__ not in _OWN
+    return type(obj).__name__ not in _OWN and is_traceable_wrapper_subclass(obj)
 
 
 def tensor_parts(tensor: torch.Tensor, text: str) -> TensorParts:

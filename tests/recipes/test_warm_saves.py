@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import cloudckpt
@@ -197,6 +198,37 @@ def test_random_layouts_in_turn(ranks: RankPool, tmp_path: Path):
     assert total["cold"] >= 6
 
 
+def train_and_save(root: str) -> list[tuple[str, int]]:
+    """A whole training job: everything changes with every step but the layout, once the optimizer has stepped."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    fully_shard(model, mesh=make_mesh((dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = {"train": cloudckpt.TrainingState(model, optimizer, scheduler), "losses": []}
+    found = []
+    for step in range(4):
+        if step:
+            loss = model(torch.ones(2, 4)).square().sum()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            state["losses"].append(step)
+        torch.rand(1 + dist.get_rank())
+        found.append(_how(partial(cloudckpt.save, state, f"{root}/{step}")))
+    return found
+
+
+def test_training_steps_do_not_change_the_layout(ranks: RankPool, tmp_path: Path):
+    for found in ranks.run(2, train_and_save, str(tmp_path)):
+        assert [how for how, _ in found] == ["cold", "cold", "warm", "warm"]
+        assert [count for _, count in found[2:]] == [0, 0]
+    first, second = (cloudckpt.read(str(tmp_path / step)) for step in "23")
+    assert second["losses"] == [1, 2, 3]
+    weights = first["train"]["model"]["0.weight"], second["train"]["model"]["0.weight"]
+    assert not torch.equal(*weights)
+
+
 def replicas_drift(root: str) -> tuple[CloudckptError | None, str]:
     """Content is no layout: replicas that become different are found on a warm save as well."""
     weight = torch.zeros(4)
@@ -241,6 +273,29 @@ def test_every_group_has_its_own_plans(ranks: RankPool, tmp_path: Path):
     answers = ranks.run(3, groups_come_and_go, str(tmp_path))
     assert [found for found, _ in answers] == [["cold", "warm", "cold", "warm"]] * 2 + [["cold", "warm"]]
     assert all(gone for _, gone in answers)
+
+
+def test_the_garbage_collector_is_as_it_was(tmp_path: Path):
+    seen: list[bool] = []
+
+    class Asking:
+        def state_dict(self) -> dict[str, Any]:
+            seen.append(gc.isenabled())
+            return {"w": torch.zeros(2)}
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    cloudckpt.save({"m": Asking()}, tmp_path / "a")
+    assert gc.isenabled()
+    assert error_of(partial(cloudckpt.save, {"m": Asking(), "n": object()}, tmp_path / "b")) is not None
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        cloudckpt.save({"m": Asking()}, tmp_path / "c")
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert seen == [False] * 3
 
 
 def test_one_process_keeps_plans_but_no_tensors(tmp_path: Path):
