@@ -180,3 +180,26 @@ def test_verify(url):
     report = verify(url)
     assert report.faults == ()
     assert report.num_chunks > 20
+
+
+LAYOUTS = FOLDER / "format-1.1" / "layouts"
+
+
+def test_read_of_layouts():
+    found = cloudckpt.read(LAYOUTS)
+    assert found["qkv"].tolist() == torch.arange(32.0).reshape(8, 4).tolist()
+    assert found["flat"]["w"].tolist() == torch.arange(12.0).reshape(3, 4).tolist()
+    assert found["flat"]["b"].tolist() == [12.0, 13.0, 14.0]
+    parts = found["quantised"]
+    assert isinstance(parts, cloudckpt.TensorParts)
+    assert parts["codes"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert parts["scale"].tolist() == [0.5]
+    assert parts.context == {"bits": 8}
+    assert verify(LAYOUTS).faults == ()
+
+
+def test_segments_that_an_old_file_records_still_count():
+    rules = cloudckpt.ShardingRules([("qkv", {"tp": 0})], cloudckpt.ParallelConfig())
+    target = {"qkv": torch.zeros(8, 4)}
+    cloudckpt.load(target, LAYOUTS, rules=rules, strict=False)  # whole, so nothing is cut
+    assert target["qkv"].tolist() == torch.arange(32.0).reshape(8, 4).tolist()

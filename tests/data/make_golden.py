@@ -1,6 +1,8 @@
 """Makes the golden checkpoints of a format version: run once for each version, never again.
 
-    torchrun --nproc-per-node 4 tests/data/make_golden.py tests/data/format-1.0
+    torchrun --nproc-per-node 4 tests/data/make_golden.py tests/data/format-1.1
+
+Version 1.0 has packed, plain and zstd; 1.1 has layouts, what is new in it.
 
 What must be in them is written down on its own in tests/test_golden.py.
 """
@@ -11,7 +13,7 @@ import sys
 from collections import OrderedDict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -73,8 +75,54 @@ def make_state(rank: int) -> dict[Any, Any]:
     }
 
 
+class Scaled(torch.Tensor):
+    """Codes and one scale."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Self:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+        raise NotImplementedError(f"{func} of a Scaled")
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], {"bits": 8}
+
+    @staticmethod
+    def __tensor_unflatten__(parts: Any, context: Any, size: Any, stride: Any) -> Any:  # torch's form
+        return Scaled(parts["codes"], parts["scale"])
+
+
+def make_layouts(rank: int) -> tuple[dict[str, Any], cloudckpt.ShardingRules]:
+    """A packed q, k, v of 4, 2 and 2 rows cut by tp=2, a flat buffer cut over 4 ranks, and a tensor subclass."""
+    qkv = torch.arange(32, dtype=torch.float32).reshape(8, 4)
+    rows = ([0, 1, 4, 6], [2, 3, 5, 7])[rank % 2]
+    flat = cloudckpt.FlatLayout.of({"w": (3, 4), "b": (3,)}, align=2)
+    state = {
+        "qkv": qkv[rows],
+        "flat": cloudckpt.FlatShards(torch.arange(16, dtype=torch.float32)[rank * 4 : rank * 4 + 4], flat, rank * 4),
+        "quantised": Scaled(torch.arange(6, dtype=torch.uint8), torch.tensor([0.5])),
+    }
+    parallel = cloudckpt.ParallelConfig(dp_shard=2, tp=2)
+    return state, cloudckpt.ShardingRules([("qkv", {"tp": 0}, {0: [4, 2, 2]})], parallel)
+
+
 def main(folder: Path) -> None:
     dist.init_process_group("gloo")
+    if folder.name != "format-1.0":
+        layouts, rules = make_layouts(dist.get_rank())
+        cloudckpt.save(layouts, folder / "layouts", rules=rules, step=1100)
+        dist.destroy_process_group()
+        return
     state = make_state(dist.get_rank())
     types = {"types": {name: pattern(name) for name in DTYPES}}
     small, large = cloudckpt.Config(chunk_bytes=96), cloudckpt.Config(chunk_bytes=512)
