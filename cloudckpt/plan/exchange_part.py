@@ -35,6 +35,7 @@ class Broadcast:
 
     ``base``: where they begin in the buffer of the round, behind the parts that are sent one by one (the
     root's outgoing buffer, everybody else's incoming one); ``byte_offset``: of each chunk from there.
+    ``nbytes`` counts alignment, ``payload_bytes`` does not.
     """
 
     round: int
@@ -43,6 +44,7 @@ class Broadcast:
     chunk: Ints
     byte_offset: Ints
     nbytes: int
+    payload_bytes: int
     base: int
 
 
@@ -165,10 +167,12 @@ def _broadcasts(plan: ExchangePlan, rank: int, outgoing: Ints, incoming: Ints) -
     for first, last in itertools.pairwise([*starts.tolist(), len(rows)]):
         number, group, root = keys[:, first].tolist()
         chunk = plan.chunk[rows[first:last]]
-        sizes = _aligned(decoded_bytes(plan.stored, chunk))
+        payload = decoded_bytes(plan.stored, chunk)
+        sizes = _aligned(payload)
         buffer = outgoing if root == rank else incoming
         nbytes = int(sizes.sum())
-        found.append(Broadcast(number, group, root, chunk, np.cumsum(sizes) - sizes, nbytes, int(buffer[number])))
+        offset, base = np.cumsum(sizes) - sizes, int(buffer[number])
+        found.append(Broadcast(number, group, root, chunk, offset, nbytes, int(payload.sum()), base))
         buffer[number] += nbytes
     return tuple(found)
 

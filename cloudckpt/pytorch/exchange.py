@@ -54,7 +54,8 @@ class Exchange:
         self._me = members.index(links.ranks.rank)
         self._control = links.control_link(members)
         # All ranks make the links that they share in the order of the plan, so none waits for another in a circle.
-        self._link = links.link(members) if plan.has_parts.any() else self._control
+        self._has_parts = plan.has_parts.tolist()
+        self._link = links.link(members) if any(self._has_parts) else self._control
         self._groups = {
             number: links.link(tuple(members[i] for i in ranks))
             for number, ranks in enumerate(plan.groups)
@@ -77,7 +78,7 @@ class Exchange:
     def bytes_sent(self) -> int:
         """By this rank, in all."""
         copies = [len(ranks) - 1 for ranks in self._plan.groups]
-        own = sum(b.nbytes * copies[b.group] for b in self._part.broadcasts if b.root == self._me)
+        own = sum(b.payload_bytes * copies[b.group] for b in self._part.broadcasts if b.root == self._me)
         return int(self._part.sends.nbytes.sum()) + own
 
     def admit(self, read: RangeRead, stop: threading.Event) -> None:
@@ -148,18 +149,15 @@ class Exchange:
         outgoing = self._outgoing.on_device(number)
         incoming = self._incoming.buffer
         works: list[tuple[Link, dist.Work]] = []
-        if self._plan.has_parts[number]:
+        if self._has_parts[number]:
             out, data = incoming[: sum(receipts)], outgoing[: sum(sends)]
             works.append((self._link, self._link.all_to_all(out, data, receipts, sends)))
         for item in broadcasts:
             buffer = outgoing if item.root == self._me else incoming
             link, root = self._groups[item.group], self._plan.groups[item.group].index(item.root)
             works.append((link, link.broadcast(buffer[item.base : item.base + item.nbytes], root)))
-        try:
-            for link, work in works:
-                link.finish(work)
-        except RuntimeError as error:
-            raise InterruptedTransferError(f"lost touch with another rank while passing chunks on: {error}") from error
+        for link, work in works:
+            link.finish(work)
         self._incoming.place(number, broadcasts)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from cloudckpt.errors import InterruptedTransferError
 from cloudckpt.pytorch.group import Ranks, device_types
 
 RankSet: TypeAlias = tuple[int, ...]
@@ -60,7 +61,11 @@ class Link:
         return self._group.broadcast([data], options)  # type: ignore[no-any-return]
 
     def finish(self, work: dist.Work) -> None:
-        self._ranks.await_work(work, self.members)
+        """Wait for it. Raises InterruptedTransferError where the other end is gone: its cause is not known here."""
+        try:
+            self._ranks.await_work(work, self.members)
+        except RuntimeError as error:
+            raise InterruptedTransferError(f"lost touch with another rank while passing chunks on: {error}") from error
 
     def agree(self, is_well: bool) -> bool:
         """Whether all are well. Only for a link of hosts."""
