@@ -125,7 +125,7 @@ class Checkpoint:
 
     def _leaf(self, node: dict[str, Any]) -> Any:
         if node["$"] in ("tensor", "ndarray"):
-            return array_info(self.manifest, array_number(self.manifest, node))
+            return array_info(self.manifest, self.manifest.array_number(node))
         if node["$"] == "per_rank":
             return by_rank(node, lambda value: _decoded(value, _placeholder))
         return _placeholder(node)
@@ -158,14 +158,6 @@ def array_info(manifest: Manifest, number: int) -> ArrayInfo:
         compression=entry.compression,
         nbytes=int(stored.sum()),
     )
-
-
-def array_number(manifest: Manifest, node: Mapping[str, Any]) -> int:
-    """The number of the array that a leaf of the tree refers to."""
-    name = node.get("array")
-    if not isinstance(name, str) or name not in manifest.array_index:
-        raise FormatError(f"the tree refers to an array {name!r:.200} that is not listed")
-    return manifest.array_index[name]
 
 
 def by_rank(node: Mapping[str, Any], decode: Callable[[values.Node], T]) -> list[T | None]:

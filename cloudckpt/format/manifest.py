@@ -7,6 +7,7 @@ import hashlib
 import math
 import operator
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -146,6 +147,13 @@ class Manifest:
     @cached_property
     def array_index(self) -> dict[str, int]:
         return {entry.name: i for i, entry in enumerate(self.arrays)}
+
+    def array_number(self, node: Mapping[str, Any]) -> int:
+        """The number of the array that a leaf of the tree refers to."""
+        name = node.get("array")
+        if not isinstance(name, str) or name not in self.array_index:
+            raise FormatError(f"the tree refers to an array {name!r:.200} that is not listed")
+        return self.array_index[name]
 
     @cached_property
     def columns(self) -> ChunkColumns:

@@ -335,7 +335,7 @@ class _State:
 
 
 def _stored(manifest: Manifest, node: Mapping[str, Any]) -> VirtualArray:
-    number = manifest.array_index[node["array"]]
+    number = manifest.array_number(node)
     entry = manifest.arrays[number]
     logical = node.get("logical_shape") if node["$"] == "tensor" else None
     if logical is None:
