@@ -112,7 +112,7 @@ def plan_exchange(
     """``buffer_bytes``: host memory for parts under way, per rank. ``free_groups``: ranks that have a group already."""
     found = wanted_overlaps(stored, wants.tables)
     num_holders = np.bincount(wants.table, minlength=len(wants.tables))
-    new_pair, pair_bytes = _pairs(found)
+    new_pair, pair_bytes, pair_room = _pairs(found)
     pair_row, pair_table = found.row[new_pair], found.table[new_pair]
     _, first = runs(pair_row)
     chunk = found.chunk[new_pair[first]]
@@ -122,13 +122,15 @@ def plan_exchange(
     nbytes = stored.nbytes[chunk]
     order = np.lexsort([stored.byte_offset[chunk], stored.object[chunk]])
     reader = choose_owners(nbytes, sets, order, num_ranks=len(wants.table))
-    used = np.add.reduceat(pair_bytes * num_holders[pair_table], first) if len(chunk) else chunk
+    used, room = (
+        np.add.reduceat(n * num_holders[pair_table], first) if len(chunk) else chunk for n in (pair_bytes, pair_room)
+    )
     decoded = decoded_bytes(stored, chunk)
     shared = num_ranks > 1
     group, groups = _broadcasts(sets, shared, decoded, used, mode, free_groups, max_groups)
-    sent = np.where(group >= 0, decoded, used) * shared
-    received = np.where(group >= 0, decoded, 0)[pair_row]
-    received = np.where(received, received, pair_bytes) * shared[pair_row]
+    sent = np.where(group >= 0, aligned(decoded), room) * shared
+    received = np.where(group >= 0, aligned(decoded), 0)[pair_row]
+    received = np.where(received, received, pair_room) * shared[pair_row]
     rounds = _Rounds(nbytes, reader, order, sent, received, pair_table, pair_row)
     number, peak = rounds.fit(buffer_bytes) if shared.any() else (np.zeros_like(chunk), 0)
     others = np.where(group >= 0, decoded * (num_ranks - 1), used - _own_bytes(found, wants, chunk, reader))
@@ -161,10 +163,10 @@ def wanted_overlaps(stored: StoredChunks, tables: Sequence[PieceTable]) -> Overl
     bounds = np.concatenate([np.zeros((0, 2 * dims), kind), *(padded_bounds(t, dims).astype(kind) for t in tables)])
     columns: list[tuple[Ints, ...]] = [(np.zeros(0, dtype=np.int64),) * 4]
     # The layers of a model are alike: what was found for one tensor holds for the others of its kind.
-    known: dict[tuple[Grid, bytes], tuple[Ints, Ints, Ints]] = {}
+    known: dict[tuple[Grid, int, bytes], tuple[Ints, Ints, Ints]] = {}
     for number, rows in zip(*group_rows(tensor), strict=True):
         grid, boxes = stored.grids[number], bounds[rows]
-        key = (grid, hashlib.blake2b(boxes.tobytes(), digest_size=16).digest())
+        key = (grid, len(rows), hashlib.blake2b(boxes.tobytes(), digest_size=16).digest())  # 0-dim: boxes without bytes
         if key not in known:
             known[key] = _common(grid, boxes[:, : len(grid.shape)], boxes[:, dims : dims + len(grid.shape)])
         box, chunk, elements = known[key]
@@ -211,13 +213,19 @@ def _chunk_elements(grid: Grid) -> Ints:
     return elements
 
 
-def _pairs(found: Overlaps) -> tuple[Ints, Ints]:
-    """The first overlap of every table with every chunk, and the bytes of all overlaps of the two."""
+def aligned(nbytes: Ints) -> Ints:
+    """What parts take in a buffer."""
+    return (nbytes + (ALIGNMENT - 1)) & -ALIGNMENT
+
+
+def _pairs(found: Overlaps) -> tuple[Ints, Ints, Ints]:
+    """The first overlap of every table with every chunk, the bytes of all overlaps of the two, and those in a buffer."""
     new = np.ones(len(found.chunk), dtype=bool)
     new[1:] = (found.chunk[1:] != found.chunk[:-1]) | (found.table[1:] != found.table[:-1])
     first = np.nonzero(new)[0]
-    nbytes = np.add.reduceat(found.nbytes, first) if len(first) else found.nbytes
-    return first, nbytes
+    if len(first) == len(new):
+        return first, found.nbytes, aligned(found.nbytes)
+    return first, np.add.reduceat(found.nbytes, first), np.add.reduceat(aligned(found.nbytes), first)
 
 
 def _own_bytes(found: Overlaps, wants: Wants, chunk: Ints, reader: Ints) -> Ints:
@@ -273,7 +281,10 @@ class _Rounds:
         start = np.cumsum(nbytes[by_reader]) - nbytes[by_reader]
         _, first = runs(reader[by_reader])
         self._start = np.empty_like(nbytes)
-        self._start[by_reader] = start - np.repeat(start[first], np.diff(np.append(first, len(start))))
+        self._place = np.empty_like(nbytes)
+        lengths = np.diff(np.append(first, len(start)))
+        self._start[by_reader] = start - np.repeat(start[first], lengths)
+        self._place[by_reader] = np.arange(len(start)) - np.repeat(first, lengths)
         self._reader, self._sent, self._received, self._table = reader, sent, received, table
         self._row = row
         self._largest = int(nbytes.max(initial=1))
@@ -282,7 +293,8 @@ class _Rounds:
         """The round of every chunk, and the bytes of buffers that the fullest rank then holds."""
         quota, phases = max(ROUND_BYTES, self._largest), 1
         while True:
-            number = self._start // quota * phases + self._reader % phases
+            at = self._start // quota if quota > self._largest else self._place
+            number = at * phases + self._reader % phases
             peak = self._peak(number)
             if peak <= buffer_bytes:
                 return number, peak

@@ -9,7 +9,7 @@ import numpy as np
 
 from cloudckpt.format.grid import Ints
 from cloudckpt.plan.coalesce import coalesce
-from cloudckpt.plan.exchange import ALIGNMENT, ExchangePlan, decoded_bytes
+from cloudckpt.plan.exchange import ExchangePlan, aligned, decoded_bytes
 from cloudckpt.plan.reads import Parts, RangeRead, common_boxes, parts_of
 
 
@@ -150,10 +150,10 @@ def _receipts(plan: ExchangePlan, parts: Parts, at: Ints, rows: Ints) -> Transfe
 
 
 def _transfers(plan: ExchangePlan, number: Ints, peer: Ints, parts: Parts, nbytes: Ints) -> Transfers:
-    aligned = _aligned(nbytes)
+    room = aligned(nbytes)
     splits = np.zeros((plan.num_rounds, plan.num_ranks), dtype=np.int64)
-    np.add.at(splits, (number, peer), aligned)
-    return Transfers(number, peer, parts, _restarted_sums(aligned, number), nbytes, splits)
+    np.add.at(splits, (number, peer), room)
+    return Transfers(number, peer, parts, _restarted_sums(room, number), nbytes, splits)
 
 
 def _broadcasts(plan: ExchangePlan, rank: int, outgoing: Ints, incoming: Ints) -> tuple[Broadcast, ...]:
@@ -168,17 +168,13 @@ def _broadcasts(plan: ExchangePlan, rank: int, outgoing: Ints, incoming: Ints) -
         number, group, root = keys[:, first].tolist()
         chunk = plan.chunk[rows[first:last]]
         payload = decoded_bytes(plan.stored, chunk)
-        sizes = _aligned(payload)
+        sizes = aligned(payload)
         buffer = outgoing if root == rank else incoming
         nbytes = int(sizes.sum())
         offset, base = np.cumsum(sizes) - sizes, int(buffer[number])
         found.append(Broadcast(number, group, root, chunk, offset, nbytes, int(payload.sum()), base))
         buffer[number] += nbytes
     return tuple(found)
-
-
-def _aligned(nbytes: Ints) -> Ints:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _restarted_sums(nbytes: Ints, run: Ints) -> Ints:

@@ -58,7 +58,8 @@ def choose_owners(nbytes: Ints, sets: Sets, order: Ints, *, num_ranks: int) -> I
     owner = np.zeros(len(nbytes), dtype=np.int64)
     load = np.zeros(num_ranks)
     numbers, members = group_rows(sets.number[order])
-    by_size = sorted(zip(numbers.tolist(), members, strict=True), key=lambda item: len(sets.ranks[item[0]]))
+    # Of equal sizes the first in storage, so that the numbers of sets, and of tables, do not matter.
+    by_size = sorted(zip(numbers.tolist(), members, strict=True), key=lambda s: (len(sets.ranks[s[0]]), int(s[1][0])))
     for number, rows in by_size:
         chunks, ranks = order[rows], sets.ranks[number]
         sizes = nbytes[chunks].astype(np.float64)

@@ -41,7 +41,10 @@ class Wants:
 
 def table_digest(table: PieceTable) -> bytes:
     """Equal for equal tables, on every rank and machine."""
-    return hashlib.blake2b(_columns(table).tobytes(), digest_size=16).digest()
+    columns = _columns(table)
+    digest = hashlib.blake2b(np.array(columns.shape, dtype="<i8").tobytes(), digest_size=16)
+    digest.update(columns.tobytes())
+    return digest.digest()
 
 
 def encode_table(table: PieceTable) -> bytes:
