@@ -30,11 +30,19 @@ def run_exchange(
     Returns the bytes that this rank passed on.
     """
     control = shared.links.control_link(shared.members)
+    me = shared.members.index(shared.links.ranks.rank)
     try:
-        part = part_of_rank(shared.plan, shared.members.index(shared.links.ranks.rank), read_bytes=read_bytes)
-        exchange = Exchange(manifest, targets, shared, part)
+        part = part_of_rank(shared.plan, me, read_bytes=read_bytes)
     except BaseException:
         control.agree(is_well=False)  # or the others wait for this rank
+        raise
+    # Before links are made, since the making of one waits for all who share it.
+    if not control.agree(is_well=True):
+        raise InterruptedTransferError("stopped, since another rank failed")
+    try:
+        exchange = Exchange(manifest, targets, shared, part)
+    except BaseException:
+        control.agree(is_well=False)
         raise
     exchange.run(partial(transfer, exchange))
     return exchange.bytes_sent
