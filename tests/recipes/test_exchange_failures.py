@@ -298,7 +298,8 @@ LOADS = 30
 
 def resources() -> tuple[int, int]:
     gc.collect()
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+    tasks, descriptors = (len([*Path(f"/proc/self/{name}").iterdir()]) for name in ("task", "fd"))
+    return tasks, descriptors
 
 
 def load_again_and_again(url: str) -> tuple[list[Any], list[tuple[int, int]]]:
