@@ -129,11 +129,11 @@ def _first_round_timed(clock: _Clock) -> Iterator[None]:
     from cloudckpt.transfer.planning import Planner
 
     def with_clock(real_round: Callable[..., Any]) -> Callable[..., Any]:
-        def round_(self: Any, part: Callable[[], Any], combine: Callable[[Sequence[Any]], Any]) -> Any:
+        def round_(self: Any, part: Callable[[], Any], combine: Callable[[Sequence[Any]], Any], **options: Any) -> Any:
             clock.rounds += 1
             if clock.rounds > 1:
-                return real_round(self, part, combine)
-            return real_round(self, clock.timed(part), clock.timed(combine))
+                return real_round(self, part, combine, **options)
+            return real_round(self, clock.timed(part), clock.timed(combine), **options)
 
         return round_
 
