@@ -219,7 +219,7 @@ def aligned(nbytes: Ints) -> Ints:
 
 
 def _pairs(found: Overlaps) -> tuple[Ints, Ints, Ints]:
-    """The first overlap of every table with every chunk, the bytes of all overlaps of the two, and those in a buffer."""
+    """The first overlap of every table with every chunk, the bytes of all overlaps of both, and those in a buffer."""
     new = np.ones(len(found.chunk), dtype=bool)
     new[1:] = (found.chunk[1:] != found.chunk[:-1]) | (found.table[1:] != found.table[:-1])
     first = np.nonzero(new)[0]

@@ -26,9 +26,10 @@ import msgspec
 from cloudckpt.errors import FormatError, InvalidStateError
 from cloudckpt.format.manifest import MAX_DIMS, Manifest
 from cloudckpt.format.tree import Node, TreePath, array_leaves, is_array, leaves, path_text
-from cloudckpt.plan import virtual
+from cloudckpt.plan import recorded, virtual
 from cloudckpt.plan.changes import Changes, fits
 from cloudckpt.plan.patterns import Pattern, Target, keys_like, names_in, retarget
+from cloudckpt.plan.recorded import Recorded, recorded_of
 from cloudckpt.plan.regrow import regrow
 from cloudckpt.plan.virtual import VirtualArray, stored_array
 
@@ -197,18 +198,37 @@ class _State:
     def _moves(self, rule: Any) -> list[tuple[list[_Leaf], list[_Leaf]]]:
         """Which leaves go, and what comes in their place."""
         if isinstance(rule, Stack):
-            return self._gather(rule, (rule.source,), rule.target, lambda arrays: virtual.stack(arrays, rule.dim))
+            return self._gather(
+                rule, (rule.source,), rule.target, lambda arrays: virtual.stack(arrays, rule.dim), recorded.stacked
+            )
         if isinstance(rule, Concatenate):
             sources = (rule.sources,) if isinstance(rule.sources, str) else tuple(rule.sources)
-            return self._gather(rule, sources, rule.target, lambda arrays: virtual.concatenate(arrays, rule.dim))
+            return self._gather(
+                rule, sources, rule.target, lambda arrays: virtual.concatenate(arrays, rule.dim), recorded.joined
+            )
         if isinstance(rule, Unstack):
-            return self._scatter(rule, (rule.target,), lambda array: virtual.unstack(array, rule.dim))
+            return self._scatter(
+                rule,
+                (rule.target,),
+                lambda array: virtual.unstack(array, rule.dim),
+                lambda told, dims, shapes: [recorded.unstacked(told, rule.dim % dims)] * len(shapes),
+            )
         if isinstance(rule, Split):
             targets = (rule.targets,) if isinstance(rule.targets, str) else tuple(rule.targets)
-            return self._scatter(rule, targets, lambda array: virtual.split(array, rule.dim, rule.sizes))
+            return self._scatter(
+                rule,
+                targets,
+                lambda array: virtual.split(array, rule.dim, rule.sizes),
+                lambda told, dims, shapes: recorded.parted(told, rule.dim % dims, [s[rule.dim] for s in shapes]),
+            )
         if isinstance(rule, Transpose):
             target = rule.source if rule.target is None else rule.target
-            return self._scatter(rule, (target,), lambda array: [virtual.permute(array, rule.dims)])
+            return self._scatter(
+                rule,
+                (target,),
+                lambda array: [virtual.permute(array, rule.dims)],
+                lambda told, dims, _: [recorded.permuted(told, [d % dims for d in rule.dims])],
+            )
         if callable(rule):
             return self._mapped(rule)
         if isinstance(rule, (tuple, list)) and len(rule) == 2 and isinstance(rule[0], str):
@@ -250,6 +270,7 @@ class _State:
         sources: tuple[str, ...],
         target: Target,
         join: Callable[[Sequence[VirtualArray]], VirtualArray],
+        tell: Callable[[Sequence[Recorded], int, Sequence[tuple[int, ...]]], Recorded],
     ) -> list[tuple[list[_Leaf], list[_Leaf]]]:
         """Several tensors become one, for every way to fill the target's placeholders."""
         patterns = [Pattern(source) for source in sources]
@@ -278,11 +299,19 @@ class _State:
             held = [members[i] for i in range(wanted)]
             made = self._call(rule, held, lambda arrays: [join(arrays)])
             path = retarget(first.path, target, dict(zip(common, key, strict=True)))
-            moves.append((held, [_Leaf(path, first.old, self._add(held[0].node, made[0]))]))
+            dim = rule.dim % len(made[0].shape)
+            told = [recorded_of(leaf.node, leaf.text) for leaf in held]
+            shapes = [self._array(rule, leaf).shape for leaf in held]
+            node = self._add(held[0].node, made[0], tell(told, dim, shapes))
+            moves.append((held, [_Leaf(path, first.old, node)]))
         return moves
 
     def _scatter(
-        self, rule: Any, targets: Sequence[Any], cut: Callable[[VirtualArray], list[VirtualArray]]
+        self,
+        rule: Any,
+        targets: Sequence[Any],
+        cut: Callable[[VirtualArray], list[VirtualArray]],
+        tell: Callable[[Recorded, int, Sequence[tuple[int, ...]]], list[Recorded]],
     ) -> list[tuple[list[_Leaf], list[_Leaf]]]:
         """One tensor becomes several, or another one."""
         pattern = Pattern(rule.source)
@@ -294,10 +323,12 @@ class _State:
             if counter is None and len(made) != len(targets):
                 raise InvalidStateError(f"rename rule {_shown(rule)}: {len(made)} parts for {len(targets)} targets")
             into = []
-            for number, array in enumerate(made):
+            dims = len(self._array(rule, leaf).shape)
+            told = tell(recorded_of(leaf.node, leaf.text), dims, [array.shape for array in made])
+            for number, (array, layout) in enumerate(zip(made, told, strict=True)):
                 fields = found if counter is None else {**found, counter: str(number)}
                 path = retarget(leaf.path, targets[0] if counter else targets[number], fields)
-                into.append(_Leaf(path, leaf.old, self._add(leaf.node, array)))
+                into.append(_Leaf(path, leaf.old, self._add(leaf.node, array, layout)))
             moves.append(([leaf], into))
         return moves
 
@@ -326,12 +357,12 @@ class _State:
             )
         return array
 
-    def _add(self, node: Node, array: VirtualArray) -> Node:
+    def _add(self, node: Node, array: VirtualArray, layout: Recorded) -> Node:
         name = f"@{len(self.made)}"  # no stored array can have this name
         self.made[name] = array
         if node["$"] == "ndarray":
             return {"$": "ndarray", "array": name, "numpy": node.get("numpy"), "shape": list(array.shape)}
-        return {"$": node["$"], "array": name}
+        return {"$": node["$"], "array": name} | ({"layout": layout} if layout is not None else {})
 
 
 def _stored(manifest: Manifest, node: Mapping[str, Any]) -> VirtualArray:

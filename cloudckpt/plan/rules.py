@@ -271,7 +271,7 @@ def check_recorded(layout: Layout, config: ParallelConfig, recorded: Any, path: 
     """
     if recorded is None:
         return
-    axes, segments = _decode(recorded, path)
+    axes, segments = decode_recorded(recorded, path)
     for d in sorted(layout.cut_dims(config)):
         was_cut = any(dim == d and size > 1 and axis not in DATA_AXES for axis, dim, size in axes)
         theirs = segments.get(d, ())
@@ -290,7 +290,8 @@ def _segments(sizes: tuple[int, ...]) -> str:
     return f"the segments {list(sizes)}" if len(sizes) > 1 else "no segments"
 
 
-def _decode(recorded: Any, path: str) -> tuple[list[tuple[str, int, int]], dict[int, tuple[int, ...]]]:
+def decode_recorded(recorded: Any, path: str) -> tuple[list[tuple[str, int, int]], dict[int, tuple[int, ...]]]:
+    """``(axis, dim, size)`` of every cut, and the segments by dim. FormatError if it is malformed."""
     try:
         axes = [(str(axis), _count(dim), _count(size)) for axis, (dim, size) in recorded["axes"].items()]
         segments = {int(dim): tuple(map(_count, sizes)) for dim, sizes in recorded.get("segments", {}).items()}

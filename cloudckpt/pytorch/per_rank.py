@@ -97,7 +97,8 @@ def encode_inline(path: values.Path, obj: Any) -> values.Node:
     else:
         return None
     box = shard.pieces[0].box
-    return {"$": "inline", **kind, **pack_bytes(shard.read(box, box.shape, Scratch()).tobytes())}
+    data = shard.read(box, box.shape, Scratch()).tobytes() if box.num_elements else b""
+    return {"$": "inline", **kind, **pack_bytes(data)}
 
 
 def _decode_inline(node: dict[str, Any]) -> Any:
