@@ -294,6 +294,8 @@ def test_wrong_and_different_arguments_are_errors_on_every_rank(ranks: RankPool,
 # Nothing is left over
 
 LOADS = 30
+SAMPLED = [2, 3, 4, 5, 26, 27, 28, 29]
+"""The first loads may start what stays: clients' threads, connections of the job's own group."""
 
 
 def resources() -> tuple[int, int]:
@@ -312,7 +314,8 @@ def load_again_and_again(url: str) -> tuple[list[Any], list[tuple[int, int]]]:
         assert report.exchange == EXCHANGES[i % 2]
         assert same_bits(state["w"].local, expected)
         groups.append(len(dist.distributed_c10d._world.pg_map))
-        used.append(resources())
+        if i in SAMPLED:
+            used.append(resources())
     return groups, used
 
 
@@ -320,7 +323,5 @@ def test_thirty_loads_leave_nothing_behind(ranks: RankPool, tmp_path: Path):
     save_full(str(tmp_path / "c"))
     for groups, used in ranks.run(4, load_again_and_again, str(tmp_path / "c")):
         assert set(groups) == {groups[0]}
-        # The first loads may start what stays: clients' threads, connections of the job's own group.
         for kind in range(2):
-            early, late = max(u[kind] for u in used[2:6]), max(u[kind] for u in used[-4:])
-            assert late <= early + 2, used
+            assert max(u[kind] for u in used[4:]) <= max(u[kind] for u in used[:4]) + 2, used
