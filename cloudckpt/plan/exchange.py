@@ -291,9 +291,9 @@ class _Rounds:
 
     def fit(self, buffer_bytes: int) -> tuple[Ints, int]:
         """The round of every chunk, and the bytes of buffers that the fullest rank then holds."""
-        quota, phases = max(ROUND_BYTES, self._largest), 1
+        quota, phases, singly = max(ROUND_BYTES, self._largest), 1, False
         while True:
-            at = self._start // quota if quota > self._largest else self._place
+            at = self._place if singly else self._start // quota
             number = at * phases + self._reader % phases
             peak = self._peak(number)
             if peak <= buffer_bytes:
@@ -301,8 +301,10 @@ class _Rounds:
             if quota > self._largest:
                 quota = max(self._largest, min(quota // 2, int(quota * buffer_bytes / peak)))
             elif phases < int(self._reader.max()) + 1:
-                # One chunk a reader is still too much for those who receive from many: readers take turns.
+                # A chunk or two a reader are still too much for those who receive from many: readers take turns.
                 phases = min(int(self._reader.max()) + 1, max(phases + 1, -(-phases * peak // buffer_bytes)))
+            elif not singly:
+                singly = True  # a quota of the largest chunk lets nearly two of them through
             else:
                 return number, peak
 
