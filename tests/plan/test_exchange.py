@@ -206,7 +206,7 @@ def wanted_chunks(job: Job, rank: int) -> set[int]:
     return found
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(jobs(), st.sampled_from(MODES), st.sampled_from([1, 40, 300, AMPLE]), st.sampled_from([1, 200, AMPLE]))
 def test_every_rank_gets_its_bytes_and_every_chunk_is_read_once(
     job: Job, mode: Mode, buffer_bytes: int, read_bytes: int
@@ -260,7 +260,7 @@ def test_ranks_enter_broadcasts_in_one_order(job: Job, mode: Mode) -> None:
     assert all(count == len(plan.groups[group]) for (_, group, _), count in members.items())
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(jobs(), st.sampled_from(MODES), st.integers(1, 3000))
 def test_buffers_stay_within_the_budget_if_one_chunk_a_round_does(job: Job, mode: Mode, buffer_bytes: int) -> None:
     plan = job.plan(mode=mode, buffer_bytes=buffer_bytes)
