@@ -16,8 +16,8 @@ from cloudckpt.pytorch.group import Ranks, device_types
 RankSet: TypeAlias = tuple[int, ...]
 """Ascending ranks, numbered within the group of the load."""
 
-NamedSet: TypeAlias = tuple[RankSet, str]
-"""...and the name of a group of them, of which there may be several."""
+NamedSet: TypeAlias = tuple[RankSet, str, tuple[str, ...]]
+"""...and the name of a group of them, of which there may be several, and the types of devices that it serves."""
 
 
 def offered_groups(
@@ -38,7 +38,7 @@ def offered_groups(
         if all(rank in number for rank in members):
             own = tuple(number[rank] for rank in members)
             if len(own) > 1 and list(own) == sorted(own):
-                offered[own, group.group_name] = group
+                offered[own, group.group_name, tuple(sorted(device_types(group)))] = group
     return offered
 
 

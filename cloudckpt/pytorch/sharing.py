@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,31 +91,46 @@ def share(
     ranks: Ranks, prepared: Prepared, agreement: Agreement, mode: ExchangeMode, scope: Scope, *, buffer_bytes: int
 ) -> Shared | None:
     """Collective: tells every distinct table of wants once, and plans. None where no chunk is wanted twice."""
-    assert mode != "none"
     told = ranks.round(
         lambda: encode_table(prepared.targets.table) if ranks.rank in agreement.tellers else None,
         lambda parts: [part for part in parts if part is not None],
     )
+    planned: list[Shared | None] = []
+    # In a round, since a rank that cannot plan must not leave the others waiting.
+    ranks.round(
+        lambda: planned.append(_planned(ranks, prepared, agreement, told, mode, scope, buffer_bytes)), lambda _: None
+    )
+    return planned[0]
+
+
+def _planned(
+    ranks: Ranks,
+    prepared: Prepared,
+    agreement: Agreement,
+    told: Sequence[bytes],
+    mode: ExchangeMode,
+    scope: Scope,
+    buffer_bytes: int,
+) -> Shared | None:
+    assert mode != "none"
     wants = Wants([decode_table(data) for data in told], np.array(agreement.table, dtype=np.int64))
     node = agreement.nodes[ranks.rank]
     members = tuple(rank for rank in range(ranks.size) if scope == "world" or agreement.nodes[rank] == node)
-    device = agreement.device
-    existing: dict[RankSet, dist.ProcessGroup] = {}
-    for own, name in sorted(agreement.groups & prepared.offered.keys()):  # the first name counts, on every rank
-        if device in device_types(prepared.offered[own, name]):
-            existing.setdefault(own, prepared.offered[own, name])
     everybody = tuple(range(ranks.size))
-    if device in device_types(ranks.group()):
+    device = agreement.device
+    usable = sorted(item for item in agreement.groups if device in item[2])
+    grouped = {own for own, _, _ in usable} | ({everybody} if device in device_types(ranks.group()) else set())
+    if device != "cpu" and members not in grouped:
+        device, usable, grouped = "cpu", [], set()  # a node without a group of its own on the device
+    existing: dict[RankSet, dist.ProcessGroup] = {}
+    for item in usable:
+        if item in prepared.offered:
+            existing.setdefault(item[0], prepared.offered[item])  # the first name counts, on every rank
+    if everybody in grouped:
         existing[everybody] = ranks.group()
-    if device != "cpu" and members not in existing:
-        device, existing = "cpu", {}  # a node without a group of its own on the device
     # In numbers of the scope, which the plan uses. The same on all ranks, whether or not they are in a group.
     number = {rank: i for i, rank in enumerate(members)}
-    free = {
-        tuple(number[r] for r in own)
-        for own in [*(own for own, _ in agreement.groups), everybody]
-        if set(own) <= set(members)
-    }
+    free = {tuple(number[rank] for rank in own) for own in {*grouped, everybody} if set(own) <= set(members)}
     plan = plan_exchange(
         prepared.stored,
         wants.among(members),
@@ -124,6 +139,4 @@ def share(
         free_groups=free,
         max_groups=MAX_GROUPS if device == "cpu" else 0,
     )
-    if not plan.num_rounds:
-        return None
-    return Shared(plan, members, Links(ranks, device, existing))
+    return Shared(plan, members, Links(ranks, device, existing)) if plan.num_rounds else None
