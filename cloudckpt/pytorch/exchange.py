@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -129,11 +130,17 @@ class Exchange:
     def _go_through(self, reading: Future[None]) -> None:
         failure: Exception | None = None
         for number in range(self._plan.num_rounds):
-            is_well = failure is None and self._await_reads(number, reading)
-            if not self._control.agree(is_well):
-                raise failure or InterruptedTransferError("stopped, since another rank failed")
+            ready: _Ready | None = None
             try:
-                self._pass_on(number)
+                if failure is None and self._await_reads(number, reading):
+                    ready = self._ready(number)
+            except Exception as error:  # noqa: BLE001  # all must hear of it before they begin the round
+                failure = error
+            if not self._control.agree(ready is not None):
+                raise failure or InterruptedTransferError("stopped, since another rank failed")
+            assert ready is not None
+            try:
+                self._pass_on(ready)
             except Exception as error:  # noqa: BLE001  # the others must not wait for this rank in vain
                 failure = error
             with self._changed:
@@ -151,22 +158,36 @@ class Exchange:
                 self._changed.wait(0.05)
         return True
 
-    def _pass_on(self, number: int) -> None:
+    def _ready(self, number: int) -> _Ready:
+        """Everything that may fail on one rank alone, before the collectives that all must enter."""
         sends, receipts = self._part.sends.splits[number].tolist(), self._part.receipts.splits[number].tolist()
         broadcasts = [b for b in self._part.broadcasts if b.round == number]
-        outgoing = self._outgoing.on_device(number)
+        return _Ready(number, sends, receipts, broadcasts, self._outgoing.on_device(number))
+
+    def _pass_on(self, ready: _Ready) -> None:
         incoming = self._incoming.buffer
         works: list[tuple[Link, dist.Work]] = []
-        if self._has_parts[number]:
-            out, data = incoming[: sum(receipts)], outgoing[: sum(sends)]
-            works.append((self._link, self._link.all_to_all(out, data, receipts, sends)))
-        for item in broadcasts:
-            buffer = outgoing if item.root == self._me else incoming
+        if self._has_parts[ready.round]:
+            out, data = incoming[: sum(ready.receipts)], ready.outgoing[: sum(ready.sends)]
+            works.append((self._link, self._link.all_to_all(out, data, ready.receipts, ready.sends)))
+        for item in ready.broadcasts:
+            buffer = ready.outgoing if item.root == self._me else incoming
             link, root = self._groups[item.group], self._plan.groups[item.group].index(item.root)
             works.append((link, link.broadcast(buffer[item.base : item.base + item.nbytes], root)))
         for link, work in works:
             link.finish(work)
-        self._incoming.place(number, broadcasts)
+        self._incoming.place(ready.round, ready.broadcasts)
+
+
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """What a rank brings to a round. ``sends``, ``receipts``: bytes by rank."""
+
+    round: int
+    sends: list[int]
+    receipts: list[int]
+    broadcasts: list[Broadcast]
+    outgoing: torch.Tensor
 
 
 class _CountedSink:

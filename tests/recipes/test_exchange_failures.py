@@ -148,13 +148,14 @@ def half() -> tuple[dict[str, Any], torch.Tensor]:
 
 
 def load_out_of_memory(url: str, where: str) -> list[tuple[CloudckptError | None, float]]:
-    """Rank 1 cannot take its part: it has no memory for planning it, for buffers, or for what has arrived."""
+    """Rank 1 cannot take its part: no memory for planning it, for buffers, for what it sends or got."""
     from cloudckpt.pytorch import exchange
 
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError("no memory is left")
 
-    owner: Any = exchange if where == "part_of_rank" else exchange._Incoming
+    owners: dict[str, Any] = {"part_of_rank": exchange, "on_device": exchange._Outgoing}
+    owner = owners.get(where, exchange._Incoming)
     found = []
     for mode, target in (("auto", blank()), ("broadcast", half()[0])):
         with pytest.MonkeyPatch.context() as patch:
@@ -170,7 +171,7 @@ def load_out_of_memory(url: str, where: str) -> list[tuple[CloudckptError | None
     return found
 
 
-@pytest.mark.parametrize("where", ["part_of_rank", "__init__", "place"])
+@pytest.mark.parametrize("where", ["part_of_rank", "on_device", "__init__", "place"])
 def test_a_rank_that_cannot_take_part(ranks: RankPool, tmp_path: Path, where: str):
     ranks.run(4, save_full, str(tmp_path / "c"))
     for outcomes in ranks.run(4, load_out_of_memory, str(tmp_path / "c"), where):
