@@ -44,8 +44,9 @@ class LoadReport:
     ``missing``: keys of the target that are not stored; ``unexpected``: stored keys that no rank
     asked for (dotted paths; both empty unless ``strict=False``). ``cast`` and ``resized``: dtypes and
     shapes that were changed on request, ``(stored, target)`` by dotted path. ``bytes_needed``: distinct stored
-    bytes that the job wanted; ``bytes_fetched``: what it got from the store; ``bytes_sent``: what
-    ranks passed on. ``num_requests`` counts the manifest's, too. ``seconds``: by stage, of the slowest rank.
+    bytes that the job wanted; ``bytes_fetched``: what it got from the store (a little more, since a read of
+    neighbouring chunks takes the ZIP headers between them along); ``bytes_sent``: what ranks passed on.
+    ``num_requests`` counts the manifest's, too. ``seconds``: by stage, of the slowest rank.
     ``exchange``: how chunks were passed on ("none", "broadcast", "alltoall", "broadcast+alltoall"),
     ``exchange_reason``: and why.
     """

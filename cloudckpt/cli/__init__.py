@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from io import TextIOWrapper
 from typing import Any
 
@@ -43,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cloudckpt", description="Look at and check the checkpoints that cloudckpt has written."
     )
+    parser.add_argument("--version", action="version", version=f"cloudckpt {version('cloudckpt')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add(commands, "ls", "RUN", "list the steps of a run: one line each, committed or not", _ls)
     show = _add(commands, "show", "URL", "describe a checkpoint: tensors, values, chunk grids, who wrote what", _show)

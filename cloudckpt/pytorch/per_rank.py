@@ -78,6 +78,10 @@ def decode_rank_value(
     return target.merge(states, rank, world_size)
 
 
+MAX_INLINE_BYTES = 4 * 1024 * 1024
+"""Of a tensor or array in state that differs per rank: those of all ranks are in the manifest."""
+
+
 def _some(held: dict[int, Any]) -> str:
     shown = sorted(held)
     return str(shown) if len(shown) <= 16 else f"{shown[0]} to {shown[-1]} ({len(shown)} ranks)"
@@ -97,6 +101,12 @@ def encode_inline(path: values.Path, obj: Any) -> values.Node:
     else:
         return None
     box = shard.pieces[0].box
+    if (nbytes := box.num_elements * shard.itemsize) > MAX_INLINE_BYTES:
+        raise InvalidStateError(
+            f"{text!r}: values that differ per rank go into the manifest, and a tensor of {nbytes} bytes is too large "
+            f"for that (at most {MAX_INLINE_BYTES}): store it as ShardedTensor(x[None], (num_ranks, *x.shape), "
+            "[Piece((0, ...), (rank, 0, ...), (1, *x.shape))]), which every rank gets its row of"
+        )
     data = shard.read(box, box.shape, Scratch()).tobytes() if box.num_elements else b""
     return {"$": "inline", **kind, **pack_bytes(data)}
 

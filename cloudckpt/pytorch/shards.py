@@ -166,8 +166,8 @@ def plain_tensor(tensor: torch.Tensor, text: str) -> torch.Tensor:
         kind = type(local)
         if kind is not torch.Tensor:
             raise InvalidStateError(
-                f"{text!r}: unsupported tensor subclass {kind.__module__}.{kind.__qualname__} here; "
-                "store its inner tensors, each with its own placement, instead"
+                f"{text!r}: unsupported tensor subclass {kind.__module__}.{kind.__qualname__} "
+                "inside a DTensor or ShardedTensor; store its inner tensors, each with its own placement, instead"
             )
     if local.layout is not torch.strided:
         raise InvalidStateError(f"{text!r}: a tensor of layout {local.layout} cannot be stored; use to_dense()")

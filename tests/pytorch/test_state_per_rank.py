@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import cloudckpt
+from cloudckpt.errors import InvalidStateError
 
 
 def is_equal(found: object, value: torch.Tensor | np.ndarray) -> bool:
@@ -28,3 +29,12 @@ def test_comes_back(value: torch.Tensor | np.ndarray, tmp_path: Path):
     target = cloudckpt.PerRank()
     cloudckpt.load({"loader": target}, tmp_path)
     assert is_equal(target.value["buffer"], value)
+
+
+def test_a_large_tensor_is_refused_and_has_a_way_out(tmp_path: Path):
+    large = torch.zeros(5 * 2**20, dtype=torch.uint8)
+    with pytest.raises(InvalidStateError, match=r"'buffer': .* 5242880 bytes .* ShardedTensor"):
+        cloudckpt.save({"buffer": cloudckpt.PerRank(large)}, tmp_path)
+    piece = cloudckpt.Piece((0, 0), (0, 0), (1, *large.shape))
+    cloudckpt.save({"buffer": cloudckpt.ShardedTensor(large[None], (1, *large.shape), [piece])}, tmp_path)
+    assert cloudckpt.read(tmp_path)["buffer"].shape == (1, *large.shape)
