@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -250,7 +250,7 @@ def _read(
         transfer = partial(_transfer, store, manifest, ranks=ranks, progress=progress)
         if shared is None:
             places = ChunkPlaces(manifest, prepared.targets, prepared.alone.parts)
-            transfer(prepared.alone.reads, places.open_sink, config=config)
+            transfer(prepared.alone.reads, places.open_sink, config=config, staged_bytes=places.staged_bytes)
             sent = 0
         else:
             # One half of the budget for what is being read, the other for what is being passed on.
@@ -259,7 +259,9 @@ def _read(
                 manifest,
                 prepared.targets,
                 shared,
-                lambda it: transfer(it.reads, it.open_sink, config=half, admit=it.admit),
+                lambda it: transfer(
+                    it.reads, it.open_sink, config=half, admit=it.admit, staged_bytes=it.places.staged_bytes
+                ),
                 # Reads end with their rounds: several a round, so that enough are in flight.
                 read_bytes=min(ROUND_BYTES // 2, effective_read_bytes(half)),
             )
@@ -300,8 +302,19 @@ def _transfer(
     ranks: Group,
     progress: Progress,
     config: Config,
+    staged_bytes: Callable[[Sequence[int]], int],
     admit: Admit | None = None,
 ) -> None:
     total = sum(read.nbytes for read in reads)
     with start_progress(progress, "load", total, show=ranks.rank == 0) as advance:
-        download(store, manifest, reads, open_sink, config=config, cancel=ranks.cancel, advance=advance, admit=admit)
+        download(
+            store,
+            manifest,
+            reads,
+            open_sink,
+            config=config,
+            cancel=ranks.cancel,
+            advance=advance,
+            admit=admit,
+            staged_bytes=staged_bytes,
+        )

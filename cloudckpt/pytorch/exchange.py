@@ -80,6 +80,10 @@ class Exchange:
         self._changed = threading.Condition()
 
     @property
+    def places(self) -> ChunkPlaces:
+        return self._places
+
+    @property
     def reads(self) -> Sequence[RangeRead]:
         return self._part.reads
 
@@ -136,13 +140,18 @@ class Exchange:
                     ready = self._ready(number)
             except Exception as error:  # noqa: BLE001  # all must hear of it before they begin the round
                 failure = error
-            if not self._control.agree(ready is not None):
+            try:
+                all_well = self._control.agree(ready is not None)
+            except InterruptedTransferError as error:
+                raise failure or error from None
+            if not all_well:
                 raise failure or InterruptedTransferError("stopped, since another rank failed")
             assert ready is not None
             try:
                 self._pass_on(ready)
             except Exception as error:  # noqa: BLE001  # the others must not wait for this rank in vain
                 failure = error
+                self._ranks.tell_failure()
             with self._changed:
                 self._num_sent = number + 1
                 self._changed.notify_all()

@@ -7,7 +7,7 @@ tensor has arrived.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -88,7 +88,7 @@ class Match:
     meshes: set[DeviceMesh] = field(default_factory=set)
     finish: Finish = lambda: None
     has_objects: bool = False
-    """Whether ``finish`` calls ``load_state_dict`` of an object, which may fail."""
+    """Whether ``finish`` calls code of the caller's (``load_state_dict``, containers), which may fail."""
 
 
 def match_state(
@@ -359,7 +359,13 @@ class _Matcher:
                 parts[key] = self.walk(item, stored[token], inner, inner_keys)
             else:
                 self.missing(item, inner, inner_keys)
+        self.may_fail(target)
         return lambda: _replace_items(target, parts)
+
+    def may_fail(self, target: Any) -> None:
+        """A container of the caller's own may refuse what it is given, at the very end."""
+        if type(target) not in (dict, list, tuple, deque, OrderedDict, defaultdict):
+            self.match.has_objects = True
 
     def sequence(self, target: Any, node: Node, path: TreePath, keys: values.Path) -> Finish:
         stored = children(node)
@@ -374,6 +380,7 @@ class _Matcher:
                 parts[i] = self.walk(item, stored[i][1], inner, inner_keys)
             else:
                 self.missing(item, inner, inner_keys)
+        self.may_fail(target)
         if isinstance(target, (list, deque)):
             return lambda: _replace_items(target, parts)
         return lambda: _rebuilt_tuple(target, parts)

@@ -42,6 +42,9 @@ INLINE_TOTAL_BYTES = 8 * 1024 * 1024
 """...and all ranks together."""
 
 
+GRACE_S = 2.0
+"""How long a failed rank may take to the next point at which all agree, before the others stop waiting for it there."""
+
 FAREWELL_S = 2.0
 """How long the coordinator stays for others to read the last outcome, which lies in a store that may end with it."""
 
@@ -202,13 +205,20 @@ class Ranks:
     def await_work(self, work: dist.Work, members: Sequence[int]) -> None:
         """Wait for a collective among some of the ranks. Raises RankError for those that show no sign of life.
 
-        Asks again and again, since the backend's own wait would keep signals from Python.
+        Asks again and again, since the backend's own wait would keep signals from Python. A rank that has failed
+        still comes to where all agree to stop; one that does not within `GRACE_S` was to be in this collective, and
+        InterruptedTransferError is raised. The group of the collective is of no use then.
         """
         pause_s, deadline = 0.0002, time.monotonic() + self.timeout_s
         beats: dict[int, bytes] = {}
+        failed_at: float | None = None
         while not work.is_completed():
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, 0.005)
+            if self.cancel.is_set():
+                failed_at = failed_at or time.monotonic()
+                if time.monotonic() - failed_at > GRACE_S:
+                    raise InterruptedTransferError("stopped, since another rank failed in the middle of a collective")
             if time.monotonic() >= deadline:
                 now = {r: self._beat(r) for r in members if r != self.rank}
                 late = [r for r, beat in now.items() if beat == beats.get(r, b"")]

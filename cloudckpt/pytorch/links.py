@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cloudckpt.errors import InterruptedTransferError
+from cloudckpt.errors import InterruptedTransferError, InvalidStateError
 from cloudckpt.pytorch.group import Ranks, device_types
 
 RankSet: TypeAlias = tuple[int, ...]
@@ -27,7 +27,7 @@ def offered_groups(
 
     ``ranks``: the global ranks of the load's group. Groups with other ranks, or in another order, are left out.
     """
-    groups: list[dist.ProcessGroup] = list((given or {}).values())
+    groups = [group for members, group in (given or {}).items() if _is_member(members, group)]
     for mesh in meshes:
         if mesh.get_coordinate() is not None:
             groups.extend(mesh.get_group(axis) for axis in range(mesh.ndim))
@@ -40,6 +40,18 @@ def offered_groups(
             if len(own) > 1 and list(own) == sorted(own):
                 offered[own, group.group_name, tuple(sorted(device_types(group)))] = group
     return offered
+
+
+def _is_member(members: object, group: object) -> bool:
+    """Whether this rank is in a group of the caller's. Raises InvalidStateError for what is none, or another."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return False  # what new_group gives to all others
+    if not isinstance(group, dist.ProcessGroup) or not isinstance(members, tuple):
+        raise InvalidStateError(f"groups= maps tuples of global ranks to process groups, not {members!r} to {group!r}")
+    held = dist.get_process_group_ranks(group)
+    if list(members) != held:
+        raise InvalidStateError(f"groups= has a group of the ranks {held} under {members}")
+    return True
 
 
 class Link:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -121,24 +122,28 @@ class _Staged:
 
     def __init__(self, field: Field, in_piece: Sequence[int], shape: Sequence[int]) -> None:
         self._field, self._in_piece, self._shape = field, in_piece, shape
-        self._host = torch.empty(tuple(shape), dtype=field.stored_dtype)
-        self.host_bytes = array_bytes(tensor_elements(self._host))
+        self._host: torch.Tensor | None = torch.empty(tuple(shape), dtype=field.stored_dtype)
+        self.host_bytes: Bytes | None = array_bytes(tensor_elements(self._host))
 
     def finish(self) -> None:
+        assert self._host is not None
         self._field.put(self._host, self._in_piece, self._shape)
+        self._host = self.host_bytes = None  # before the next chunk's is made
 
 
 @dataclass(frozen=True)
 class StagedSink:
     """Into host buffers, and on once the checksum is known to be right."""
 
-    host: PlacementSink
+    placements: list[Placement]
     staged: Sequence[_Staged]
 
     def put(self, data: Bytes1D, position: int) -> None:
-        self.host.put(data, position)
+        for placement in self.placements:
+            placement.put(data, position)
 
     def done(self) -> None:
+        self.placements.clear()
         for part in self.staged:
             part.finish()
 
@@ -152,11 +157,22 @@ class ChunkPlaces:
         self._rows: dict[int, list[int]] = {}
         for row, chunk in enumerate(parts.chunk.tolist()):
             self._rows.setdefault(chunk, []).append(row)
+        self._all_direct = all(field.is_direct for field in self._fields)
         # As lists: numpy's scalars are slow one at a time.
         self._piece = parts.piece.tolist()
         self._in_chunk, self._in_piece, self._shape = (
             column.tolist() for column in (parts.in_chunk, parts.in_piece, parts.shape)
         )
+
+    def staged_bytes(self, chunks: Sequence[int]) -> int:
+        """Host memory that the fullest of these chunks takes on its way to a device or another dtype."""
+        if self._all_direct:
+            return 0
+        return max((sum(self._staged_row(row) for row in self._rows.get(chunk, ())) for chunk in chunks), default=0)
+
+    def _staged_row(self, row: int) -> int:
+        field = self._fields[self._piece[row]]
+        return 0 if field.is_direct else math.prod(self._shape[row]) * field.stored_dtype.itemsize
 
     def open_sink(self, chunk: int, others: Sequence[Placement] = ()) -> PlacementSink | StagedSink:
         """``others``: further places that parts of the chunk go to."""
@@ -173,6 +189,6 @@ class ChunkPlaces:
             else:
                 part = _Staged(field, in_piece, shape)
                 staged.append(part)
+                assert part.host_bytes is not None
                 placements.append(Placement.of_box(part.host_bytes, stored_shape, tuple(in_chunk)))
-        sink = PlacementSink(placements)
-        return StagedSink(sink, staged) if staged else sink
+        return StagedSink(placements, staged) if staged else PlacementSink(placements)

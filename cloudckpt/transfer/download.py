@@ -47,8 +47,11 @@ def download(
     cancel: threading.Event,
     advance: Advance,
     admit: Admit | None = None,
+    staged_bytes: Callable[[Sequence[int]], int] | None = None,
 ) -> None:
     """Fetch every read, begun in the order given. Raises CorruptChunkError for the first chunk that is wrong.
+
+    ``staged_bytes``: memory that the sink of any one of some chunks takes.
 
     What a sink got before an error stays where it was put.
     """
@@ -58,7 +61,8 @@ def download(
     def fetch(read: RangeRead) -> None:
         if admit is not None:
             admit(read, stop)
-        held = budget.acquire(store.buffered_bytes(read.nbytes) + _decode_bytes(manifest, read))
+        sink_bytes = 0 if staged_bytes is None else staged_bytes(read.chunks.tolist())
+        held = budget.acquire(store.buffered_bytes(read.nbytes) + _decode_bytes(manifest, read) + sink_bytes)
         try:
             for chunk in _fetch(store, manifest, read, open_sink, stop):
                 advance(int(manifest.columns.nbytes[chunk]))

@@ -326,3 +326,41 @@ def test_thirty_loads_leave_nothing_behind(ranks: RankPool, tmp_path: Path):
         assert set(groups) == {groups[0]}
         for kind in range(2):
             assert max(u[kind] for u in used[4:]) <= max(u[kind] for u in used[:4]) + 2, used
+
+
+# Groups of the caller's
+
+
+def load_with_groups(url: str) -> list[Any]:
+    """Groups as new_group gives them to all ranks are fine, also on ranks outside; what is no group is not."""
+    first, second = dist.new_group([0, 1]), dist.new_group([1, 2])
+    report = cloudckpt.load(blank(), url, exchange="broadcast", groups={(0, 1): first, (1, 2): second}, config=CONFIG)
+    wrong: list[Any] = [{(0, 1): "group"}, {(0, 2): dist.group.WORLD}, {"01": dist.group.WORLD}]
+    return [
+        report.bytes_fetched,
+        *(error_of(lambda given=given: cloudckpt.load(blank(), url, groups=given, config=CONFIG)) for given in wrong),
+    ]
+
+
+def test_groups_of_the_caller(ranks: RankPool, tmp_path: Path):
+    ranks.run(3, save_full, str(tmp_path / "c"))
+    for fetched, *errors in ranks.run(3, load_with_groups, str(tmp_path / "c")):
+        assert fetched > 0
+        assert all("groups=" in str(error) for error in errors), errors
+
+
+class Refusing(dict[str, Any]):
+    def __setitem__(self, key: str, value: object) -> None:
+        raise RuntimeError("nothing may be replaced here")
+
+
+def load_into_refusing(url: str) -> CloudckptError | None:
+    target = blank() | {"step": -1}
+    return error_of(lambda: cloudckpt.load(Refusing(target) if dist.get_rank() == 1 else target, url, config=CONFIG))
+
+
+def test_a_container_that_refuses_at_the_end_is_an_error_on_all_ranks(ranks: RankPool, tmp_path: Path):
+    ranks.run(2, save_full, str(tmp_path / "c"))
+    for error in ranks.run(2, load_into_refusing, str(tmp_path / "c")):
+        assert error is not None
+        assert "nothing may be replaced here" in str(error)

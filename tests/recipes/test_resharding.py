@@ -180,7 +180,7 @@ def test_random_layouts(ranks: RankPool, tmp_path: Path):
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(30))
 def test_many_random_layouts(ranks: RankPool, tmp_path: Path, block: int):
-    for wrong in ranks.run(NUM_RANKS, run_jobs, range(1000 + 150 * block, 1000 + 150 * (block + 1)), str(tmp_path)):
+    for wrong in ranks.run(NUM_RANKS, run_jobs, range(1000 + 50 * block, 1000 + 50 * (block + 1)), str(tmp_path)):
         assert wrong == []
