@@ -6,7 +6,7 @@ name whatever the number of stages or ranks, which is all that a load under anot
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -105,6 +105,20 @@ def global_expert_names(
         _check_whole("expert", [layout])
     _check_index("rank", rank, len(layout))
     return GlobalNames(marker, tuple(layout[rank]))
+
+
+def check_found(parts: Iterable[Mapping[str, bool]]) -> None:
+    """What ranks were told of by name, and whether they have it: one of them must.
+
+    By the text that says what is wrong otherwise. Raises InvalidStateError with those texts.
+    """
+    found: dict[str, bool] = {}
+    for part in parts:
+        for text, here in part.items():
+            found[text] = found.get(text, False) or here
+    wrong = [text for text, somewhere in found.items() if not somewhere]
+    if wrong:
+        raise InvalidStateError("; ".join(wrong[:5]))
 
 
 def merge_parts(*parts: Mapping[str, V]) -> dict[str, V]:

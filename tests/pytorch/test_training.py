@@ -173,6 +173,29 @@ def test_parts_by_include_and_by_strict_false(tmp_path: Path) -> None:
         cloudckpt.load(TrainingState(weights, include="model"), tmp_path / "d")
 
 
+def test_a_part_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters())
+    url = tmp_path / "c"
+    cloudckpt.save(
+        {"train": TrainingState(model, optimizer, include=["model", "optimizer.*", "optimizer.state.*.exp_avg"])}, url
+    )
+    # Saved before the first step: an optimizer's state may be asked for all the same.
+    cloudckpt.load({"train": TrainingState(model, optimizer, include=["model", "optimizer.state.*"])}, url)
+    for wrong in ("modle", "model.2.wieght", "optimizer.sate.*", "scheduler", "model.[ab].*", "model.0.weight.x"):
+        state = {"train": TrainingState(model, optimizer, include=["model.0.*", wrong])}
+        for call in (cloudckpt.load, lambda s, u: cloudckpt.save(s, u, overwrite=True)):
+            with pytest.raises(InvalidStateError, match="matches nothing of the state on any rank") as caught:
+                call(state, url)
+            assert f"'train': include={wrong!r}" in str(caught.value)
+    step(model, optimizer)
+    cloudckpt.save(TrainingState(model, optimizer), tmp_path / "d")
+    fresh = torch.optim.Adam(model.parameters())
+    with pytest.raises(InvalidStateError, match=r"include='optimizer.state.\*.exp_average' matches nothing"):
+        cloudckpt.load(TrainingState(model, fresh, include="optimizer.state.*.exp_average"), tmp_path / "d")
+    cloudckpt.load(TrainingState(model, fresh, include="optimizer.state.*.exp_avg"), tmp_path / "d")
+
+
 class InState(torch.optim.Optimizer):
     """Keeps an fp32 master of each bf16 parameter in its state, and a list."""
 
