@@ -88,7 +88,7 @@ class TrainingState:
 
     ``names``: local name -> global name, as ``global_layer_names`` makes it: one for all parts, or one for each.
     ``tied``: ``{"head.weight": "embed.weight"}``, the first is a copy of the second, be it on another pipeline stage:
-    stored once where both are equal. All ranks must declare the same.
+    stored once where both are equal. All ranks must declare the same, and both must be in the model of some rank.
     ``masters``: global name -> tensor that an optimizer updates in the place of the parameter.
     ``include``: names, or patterns with ``*``, ``?`` and ``[...]`` (``*`` crosses dots), of what is saved and loaded,
     with all that is below; scheduler, dataloader, rng and extras are taken whole. A load leaves the rest of the
@@ -130,6 +130,13 @@ class TrainingState:
                 raise InvalidStateError(
                     f"tied: {name!r} is tied to {source!r}, which is itself tied: name the original"
                 )
+        known = self.parameter_shapes() if self._masters else {}
+        unknown = [name for name in self._masters if name not in known]
+        if unknown:
+            raise InvalidStateError(
+                f"masters: {', '.join(map(repr, unknown[:5]))} is no parameter of the model, which has "
+                f"{', '.join(map(repr, [*known][:5]))}, ..."
+            )
         for obj in [*self._schedulers, *([] if dataloader is None else [dataloader])]:
             if not is_stateful(obj):
                 raise InvalidStateError(
@@ -172,15 +179,20 @@ class TrainingState:
         without any state may still get some.
         """
         found: dict[str, bool] = {}
+        where = f"{values.dotted(prefix)!r}: " if prefix else ""
         if self._include is not None:
             paths = [path for state in states for path in _paths(state)]
             slots = self._slots() if is_open and not any(optimizer.state for optimizer in self._optimizers) else []
-            where = f"{values.dotted(prefix)!r}: " if prefix else ""
             for pattern in self._include:
                 text = f"{where}include={pattern!r} matches nothing of the state on any rank"
                 found[text] = any(_matches(pattern, path) for path in paths) or any(
                     _may_match_below(pattern, ("optimizer", "state", slot.name)) for slot in slots
                 )
+        if self._tied:
+            stored = states[0].get("model", {}) if self._include is None else self._model()
+            held = {*stored, *self.parameter_shapes()}
+            for name in [*self._tied, *self._tied.values()]:
+                found[f"{where}tied: {name!r} is in the model of no rank that declares it"] = name in held
         return found
 
     def names_tied_to(self, name: str) -> list[str]:

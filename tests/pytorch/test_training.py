@@ -358,6 +358,10 @@ def test_extra_state_of_modules(tmp_path: Path) -> None:
         (lambda m: TrainingState([m, m], names=[None]), "names= has 1 entries for 2 model parts"),
         (lambda m: TrainingState([m, m]).state_dict(), "'0.weight' is in model part 0 and in model part 1"),
         (lambda m: TrainingState(m, tied={"a": "b", "b": "c"}), "'a' is tied to 'b', which is itself tied"),
+        (
+            lambda m: TrainingState(m, masters={"0.wieght": m[0].weight}),
+            "masters: '0.wieght' is no parameter of the mod",
+        ),
         (lambda m: TrainingState(m, names=lambda _: "x").state_dict(), "'0.weight' and '0.bias' of the model are both"),
         (
             lambda m: TrainingState(m, [torch.optim.SGD(m.parameters(), lr=1) for _ in range(2)]).state_dict(),
@@ -368,6 +372,16 @@ def test_extra_state_of_modules(tmp_path: Path) -> None:
 def test_refusals(call: Any, message: str) -> None:
     with pytest.raises(InvalidStateError, match=message):
         call(make())
+
+
+def test_a_tie_of_what_is_not_there_is_an_error(tmp_path: Path) -> None:
+    model = make()
+    cloudckpt.save({"train": TrainingState(model, rng=False)}, tmp_path / "c")
+    for tied in ({"0.wieght": "2.weight"}, {"2.weight": "0.wieght"}):
+        wrong = {"train": TrainingState(model, rng=False, tied=tied, include="model.1.*")}
+        for call in (cloudckpt.load, lambda s, u: cloudckpt.save(s, u, overwrite=True)):
+            with pytest.raises(InvalidStateError, match=r"'train': tied: '0.wieght' is in the model of no rank"):
+                call(wrong, tmp_path / "c")
 
 
 def test_a_state_of_a_parameter_that_is_gone_is_refused() -> None:
