@@ -362,6 +362,10 @@ def test_extra_state_of_modules(tmp_path: Path) -> None:
             lambda m: TrainingState(m, masters={"0.wieght": m[0].weight}),
             "masters: '0.wieght' is no parameter of the mod",
         ),
+        (
+            lambda m: TrainingState(m, names=cloudckpt.global_layer_names(4, pp=2, stage=1)).state_dict(),
+            "after 'layers', but this part has .2, 3. in global numbers: the names are '0.weight', '0.bias'",
+        ),
         (lambda m: TrainingState(m, names=lambda _: "x").state_dict(), "'0.weight' and '0.bias' of the model are both"),
         (
             lambda m: TrainingState(m, [torch.optim.SGD(m.parameters(), lr=1) for _ in range(2)]).state_dict(),
