@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cloudckpt.errors import FormatError, InvalidStateError
+from cloudckpt.errors import CloudckptError, FormatError, InvalidStateError
 from cloudckpt.format import values
 from cloudckpt.format.dtypes import DTYPES, numpy_dtype
 from cloudckpt.format.manifest import MAX_DIMS
@@ -59,7 +59,10 @@ def decode_rank_value(
     saved_world_size: int,
     allow_pickle: bool,
 ) -> Any:
-    """What ``target`` gets. Raises InvalidStateError on another world size: no rule could be right for every kind."""
+    """What ``target`` gets.
+
+    Raises InvalidStateError on another world size, since no rule could be right for all, and where ``merge`` fails.
+    """
     held = values_by_rank(node)
     if world_size == saved_world_size and rank in held:
         return decode_inline(held[rank], allow_pickle=allow_pickle)
@@ -75,7 +78,12 @@ def decode_rank_value(
         decode_inline(held[r], allow_pickle=allow_pickle) if r in held else None
         for r in range(max(min(saved_world_size, MAX_RANKS), max(held, default=-1) + 1))
     ]
-    return target.merge(states, rank, world_size)
+    try:
+        return target.merge(states, rank, world_size)
+    except CloudckptError:
+        raise
+    except Exception as error:
+        raise InvalidStateError(f"the merge function of {text!r} failed: {type(error).__name__}: {error}") from error
 
 
 def _some(held: dict[int, Any]) -> str:

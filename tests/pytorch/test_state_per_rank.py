@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import cloudckpt
+from cloudckpt.errors import InvalidStateError
+from cloudckpt.pytorch.per_rank import decode_rank_value
 
 
 def is_equal(found: object, value: torch.Tensor | np.ndarray) -> bool:
@@ -28,3 +31,21 @@ def test_comes_back(value: torch.Tensor | np.ndarray, tmp_path: Path):
     target = cloudckpt.PerRank()
     cloudckpt.load({"loader": target}, tmp_path)
     assert is_equal(target.value["buffer"], value)
+
+
+def test_a_merge_function_that_fails_is_named() -> None:
+    def merge(states: list[Any], rank: int, world_size: int) -> Any:
+        raise ValueError("boom")
+
+    node = {"$": "per_rank", "values": {"0": 1}}
+    with pytest.raises(InvalidStateError, match=r"the merge function of 'a\.b' failed: ValueError: boom") as caught:
+        decode_rank_value(
+            node,
+            cloudckpt.PerRank(merge=merge),
+            "a.b",
+            rank=0,
+            world_size=2,
+            saved_world_size=1,
+            allow_pickle=False,
+        )
+    assert isinstance(caught.value.__cause__, ValueError)
