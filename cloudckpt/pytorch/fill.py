@@ -344,8 +344,14 @@ class _Matcher:
             allow_pickle=self.allow_pickle,
         )
 
+        is_object = is_stateful(target.value)
+        self.match.has_objects |= is_object
+
         def finish() -> PerRank:
-            target.value = value
+            if is_object:
+                load_object(target.value, value)
+            else:
+                target.value = value
             return target
 
         return finish

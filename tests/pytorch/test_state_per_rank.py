@@ -49,3 +49,31 @@ def test_a_merge_function_that_fails_is_named() -> None:
             allow_pickle=False,
         )
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+class Loader:
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "buffer": torch.arange(self.position)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = len(state["buffer"])
+
+
+def test_an_object_gets_its_state(tmp_path: Path) -> None:
+    cloudckpt.save({"loader": cloudckpt.PerRank(Loader(3))}, tmp_path)
+    loader = Loader(0)
+    target = {"loader": cloudckpt.PerRank(loader)}
+    cloudckpt.load(target, tmp_path)
+    assert target["loader"].value is loader
+    assert loader.position == 3
+    target = {"loader": cloudckpt.PerRank()}
+    cloudckpt.load(target, tmp_path)
+    assert target["loader"].value["position"] == 3
+
+
+def test_an_object_within_a_value_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidStateError, match=r"'loader.inner': an object within a PerRank value is not"):
+        cloudckpt.save({"loader": cloudckpt.PerRank({"inner": Loader(3)})}, tmp_path)
