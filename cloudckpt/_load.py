@@ -177,6 +177,7 @@ def load(
                 match.cast,
                 match.resized,
                 sharing,
+                match.declared,
             )
 
         verdict = ranks.round(

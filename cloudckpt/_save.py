@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from cloudckpt import catalog
@@ -16,6 +16,7 @@ from cloudckpt.format import values as plain
 from cloudckpt.format.codec import Bytes1D
 from cloudckpt.format.keys import step_dir
 from cloudckpt.format.manifest import Manifest, ObjectEntry
+from cloudckpt.plan.names import check_found
 from cloudckpt.plan.rules import ShardingRules
 from cloudckpt.plan.skeleton import split
 from cloudckpt.progress import Progress, start_progress
@@ -126,6 +127,7 @@ def save(
             encoded = encode_state(state, allow_pickle=allow_pickle, describer=describer)
             layout_held, values_held = _parts(encoded, describer)
             description = planner.describe(options, layout_held, values_held, plain.encode(dict(metadata or {})))
+            description = replace(description, declared=encoded.declared)
         held.append((encoded, description))
         return description.in_brief()
 
@@ -135,6 +137,7 @@ def save(
         found = planner.assign(parts, rules)
         if found is None:
             return None
+        check_found(part.declared for part in parts)
         blueprints.append(found[1])
         for note in found[1].notes:
             warnings.warn(note, stacklevel=2)

@@ -6,7 +6,7 @@ name whatever the number of stages or ranks, which is all that a load under anot
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,21 +28,39 @@ class GlobalNames:
 
     def __call__(self, name: str) -> str:
         """Raises InvalidStateError for a local number that has no global one."""
-        marker, elements = self.marker.split("."), name.split(".")
-        for end in range(len(marker), len(elements)):
-            if elements[end - len(marker) : end] == marker and _is_number(elements[end]):
-                local = int(elements[end])
-                if local >= len(self.numbers):
-                    raise InvalidStateError(
-                        f"{name!r} is number {local} of {self.marker!r} here, but this part has {len(self.numbers)}: "
-                        f"{list(self.numbers)} in global numbers"
-                    )
-                return ".".join([*elements[:end], str(self.numbers[local]), *elements[end + 1 :]])
-        return name
+        elements = name.split(".")
+        end = self._number_at(elements)
+        if end is None:
+            return name
+        local = int(elements[end])
+        if local >= len(self.numbers):
+            raise InvalidStateError(
+                f"{name!r} is number {local} of {self.marker!r} here, but this part has {len(self.numbers)}: "
+                f"{list(self.numbers)} in global numbers"
+            )
+        return ".".join([*elements[:end], str(self.numbers[local]), *elements[end + 1 :]])
 
     def apply(self, state: Mapping[str, V]) -> dict[str, V]:
-        """The same values under global names. As a target of ``load`` too: tensors are filled where they are."""
+        """The same values under global names. As a target of ``load`` too: tensors are filled where they are.
+
+        Raises InvalidStateError as `check` does.
+        """
+        self.check(state)
         return {self(name): value for name, value in state.items()}
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raises InvalidStateError for names of a part that should have numbered ones, and has none."""
+        held = list(names)
+        if held and self.numbers and not any(self._number_at(name.split(".")) is not None for name in held):
+            raise InvalidStateError(
+                f"no name here has a number after {self.marker!r}, but this part has {list(self.numbers)} in global "
+                f"numbers: the names are {', '.join(map(repr, held[:3]))}, ...; pass marker= as they have it"
+            )
+
+    def _number_at(self, elements: Sequence[str]) -> int | None:
+        marker = self.marker.split(".")
+        ends = range(len(marker), len(elements))
+        return next((e for e in ends if elements[e - len(marker) : e] == marker and _is_number(elements[e])), None)
 
 
 def _is_number(element: str) -> bool:
@@ -105,6 +123,20 @@ def global_expert_names(
         _check_whole("expert", [layout])
     _check_index("rank", rank, len(layout))
     return GlobalNames(marker, tuple(layout[rank]))
+
+
+def check_found(parts: Iterable[Mapping[str, bool]]) -> None:
+    """What ranks were told of by name, and whether they have it: one of them must.
+
+    By the text that says what is wrong otherwise. Raises InvalidStateError with those texts.
+    """
+    found: dict[str, bool] = {}
+    for part in parts:
+        for text, here in part.items():
+            found[text] = found.get(text, False) or here
+    wrong = [text for text, somewhere in found.items() if not somewhere]
+    if wrong:
+        raise InvalidStateError("; ".join(wrong[:5]))
 
 
 def merge_parts(*parts: Mapping[str, V]) -> dict[str, V]:

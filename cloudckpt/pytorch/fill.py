@@ -77,6 +77,7 @@ class Match:
     ``asked``: the leaves of the (renamed) stored tree that the target has a place for. ``cast`` and
     ``resized``: ``(stored, target)`` dtypes and shapes, by dotted path, where they differ and may;
     ``patterns``: those of ``resize`` that name something in the target. ``meshes``: of the DTensors in it.
+    ``declared``: see `TrainingState.declared`.
     """
 
     wants: list[tuple[int, LocalShard]] = field(default_factory=list)
@@ -84,6 +85,7 @@ class Match:
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
     resized: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     patterns: set[str] = field(default_factory=set)
+    declared: dict[str, bool] = field(default_factory=dict)
     problems: Problems = field(default_factory=Problems)
     meshes: set[DeviceMesh] = field(default_factory=set)
     finish: Finish = lambda: None
@@ -206,6 +208,7 @@ class _Matcher:
             return self.describer.local_shape((*keys, *inner), shape)
 
         part = target.target(node, self.view, local_shape)
+        self.match.declared.update(target.declared(keys, part.states, is_open=part.is_open))
         stored = dict(children(node) or ())
         for key, kinds in part.kinds.items():
             inner = (*path, key_token(key))
@@ -341,8 +344,14 @@ class _Matcher:
             allow_pickle=self.allow_pickle,
         )
 
+        is_object = is_stateful(target.value)
+        self.match.has_objects |= is_object
+
         def finish() -> PerRank:
-            target.value = value
+            if is_object:
+                load_object(target.value, value)
+            else:
+                target.value = value
             return target
 
         return finish

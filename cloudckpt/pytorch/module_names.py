@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from cloudckpt.errors import InvalidStateError
+from cloudckpt.plan.names import GlobalNames
 from cloudckpt.pytorch.stateful import Stateful
 
 _WRAPPERS = (
@@ -59,9 +60,15 @@ class ModelPart:
         return ModelPart(module, {raw: clean for _, raw, clean in _walk(module, "", "")}, rename)
 
     def state(self) -> dict[str, tuple[str, Any]]:
-        """Name to the raw key and the value. Raises InvalidStateError where two keys get one name."""
+        """Name to the raw key and the value.
+
+        Raises InvalidStateError where two keys get one name, and where global numbers are given but nothing has any.
+        """
         named: dict[str, tuple[str, Any]] = {}
-        for raw, value in self.module.state_dict().items():
+        held = self.module.state_dict()
+        if isinstance(self.rename, GlobalNames):
+            self.rename.check(map(self.bare, held))
+        for raw, value in held.items():
             name = self.name_of(raw)
             if name in named:
                 raise InvalidStateError(f"{named[name][0]!r} and {raw!r} of the model are both called {name!r}")
@@ -69,11 +76,15 @@ class ModelPart:
         return named
 
     def name_of(self, raw: str) -> str:
+        return self.rename(self.bare(raw))
+
+    def bare(self, raw: str) -> str:
+        """Without wrappers, not renamed."""
         prefix = raw
         while prefix not in self.prefixes:
             # The root's prefix is "", so this ends there at the latest.
             prefix = prefix[: prefix.rstrip(".").rfind(".") + 1]
-        return self.rename(self.prefixes[prefix] + raw[len(prefix) :])
+        return self.prefixes[prefix] + raw[len(prefix) :]
 
     def parameter_names(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
         """Every parameter under every name that it has."""

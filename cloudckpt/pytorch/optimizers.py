@@ -21,6 +21,9 @@ BY_NUMBER = "keyed by number (optimizer.state_dict())"
 LocalShape = Callable[[values.Path, Sequence[int]], tuple[int, ...]]
 """From the keys below the optimizer's state and a global shape to the shape that this rank has of it by rule."""
 
+Cut = Callable[[tuple[int, ...]], tuple[int, ...]]
+"""From a global shape to that of this rank's part, for plain tensors."""
+
 
 def complete_state(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], node: Node, view: View, local_shape: LocalShape
@@ -28,17 +31,44 @@ def complete_state(
     """Add to ``state`` (a fresh ``optimizer.state_dict()``) what only the checkpoint has, for parameters that exist.
 
     A stored tensor of which this rank holds its parameter's shape is laid out like the parameter; of
-    others the rank holds what its rule says, or the whole.
+    others the rank holds what its rule says, or the whole. Where the parameter is another one by its shape,
+    what is added has the parameter's, which does not fit what is stored.
     """
     params = [(param, group) for group in optimizer.param_groups for param in group["params"]]
     stored = dict(keyed(node)).get("state")
     for index, entries in keyed(stored):
         if type(index) is int and 0 <= index < len(params) and index not in state["state"]:
             param, group = params[index]
+            cuts = {name: partial(local_shape, ("state", index, name)) for name, _ in keyed(entries)}
+            misshapen = _misshapen(keyed(entries), view, param, cuts)
             state["state"][index] = {
-                name: blank(name, entry, view, param, group, partial(local_shape, ("state", index, name)))
+                name: torch.zeros_like(param, dtype=getattr(torch, view.array(entry).dtype)).detach()
+                if name in misshapen
+                else blank(name, entry, view, param, group, cuts[name])
                 for name, entry in keyed(entries)
             }
+
+
+def _misshapen(
+    entries: Sequence[tuple[Any, Node]], view: View, param: torch.Tensor, cuts: Mapping[Any, Cut]
+) -> set[Any]:
+    """Names of what was laid out like a parameter of another shape: the parameter at this position is another one.
+
+    Told from state of a shape of its own: that has other dims (or an extent of 1 for a whole dim, as Adafactor's),
+    or several shapes, as the two sides of Shampoo, or stands beside state of the parameter's shape.
+    """
+    own = tuple(param.shape)
+    shapes: dict[Any, tuple[int, ...]] = {}
+    for name, node in entries:
+        if is_array(node) and node["$"] == "tensor" and view.array(node).dtype in DTYPES:
+            shape = view.shape_for(node, own)
+            shapes[name] = shape if isinstance(param, DTensor) else cuts[name](shape)
+    alike = {name: shape for name, shape in shapes.items() if shape and len(shape) == len(own)}
+    distinct = {*alike.values()}
+    if len(distinct) != 1 or own in distinct or not param.numel():
+        return set()
+    (shape,) = distinct
+    return set() if any(a == 1 < b for a, b in zip(shape, own, strict=True)) else {*alike}
 
 
 def group_differences(state: dict[str, Any], node: Node, text: str) -> dict[str, tuple[str, str]]:
@@ -89,10 +119,6 @@ def _items(node: Node, name: str) -> list[Node]:
 def keyed(node: Node) -> list[tuple[Any, Node]]:
     """The children of a mapping or list whose keys are strings or ints."""
     return [(key, child) for key, child in children(node) or () if isinstance(key, (str, int))]
-
-
-Cut = Callable[[tuple[int, ...]], tuple[int, ...]]
-"""From a global shape to that of this rank's part, for plain tensors."""
 
 
 def blank(name: str, node: Node, view: View, param: torch.Tensor, group: Mapping[str, Any], cut: Cut) -> Any:

@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from cloudckpt.errors import FormatError, InvalidStateError
+from cloudckpt.errors import CloudckptError, FormatError, InvalidStateError
 from cloudckpt.format import values
 from cloudckpt.format.dtypes import DTYPES, numpy_dtype
 from cloudckpt.format.manifest import MAX_DIMS
 from cloudckpt.format.scalars import pack_bytes, unpack_bytes
 from cloudckpt.format.tree import MAX_RANKS, values_by_rank
+from cloudckpt.pytorch.module_names import object_state
 from cloudckpt.pytorch.scratch import Scratch
 from cloudckpt.pytorch.shards import ndarray_shard, tensor_shard
+from cloudckpt.pytorch.stateful import is_stateful
 
 Merge = Callable[[list[Any], int, int], Any]
 
@@ -26,7 +28,8 @@ class PerRank:
 
     On load, a rank gets back what the rank of the same number saved. On another number of ranks the target's
     ``merge(states, rank, world_size)`` makes the value out of all that were saved, by rank (None for a rank that
-    saved none); without ``merge`` that is an error. As a target, ``value`` is replaced.
+    saved none); without ``merge`` that is an error. As a target, ``value`` is replaced; an object with
+    ``state_dict()`` and ``load_state_dict()`` is kept, and gets its state. Such objects within a value are refused.
     """
 
     def __init__(self, value: Any = None, *, merge: Merge | None = None) -> None:
@@ -38,10 +41,19 @@ class PerRank:
 
 
 def encode_per_rank(item: PerRank, path: values.Path, allow_pickle: bool) -> dict[str, Any]:
-    return {
-        "$": "per_rank",
-        "value": values.encode(item.value, leaf=encode_inline, allow_pickle=allow_pickle, path=path),
-    }
+    value = object_state(item.value) if is_stateful(item.value) else item.value
+    leaf = encode_inline if allow_pickle else _inline_no_object
+    return {"$": "per_rank", "value": values.encode(value, leaf=leaf, allow_pickle=allow_pickle, path=path)}
+
+
+def _inline_no_object(path: values.Path, obj: Any) -> values.Node:
+    node = encode_inline(path, obj)
+    if node is None and is_stateful(obj):
+        raise InvalidStateError(
+            f"{values.dotted(path)!r}: an object within a PerRank value is not given its state back: store its "
+            "state_dict(), or the object in a PerRank of its own, PerRank(object)"
+        )
+    return node
 
 
 def decode_inline(node: Any, *, allow_pickle: bool = False) -> Any:
@@ -59,7 +71,10 @@ def decode_rank_value(
     saved_world_size: int,
     allow_pickle: bool,
 ) -> Any:
-    """What ``target`` gets. Raises InvalidStateError on another world size: no rule could be right for every kind."""
+    """What ``target`` gets.
+
+    Raises InvalidStateError on another world size, since no rule could be right for all, and where ``merge`` fails.
+    """
     held = values_by_rank(node)
     if world_size == saved_world_size and rank in held:
         return decode_inline(held[rank], allow_pickle=allow_pickle)
@@ -75,7 +90,12 @@ def decode_rank_value(
         decode_inline(held[r], allow_pickle=allow_pickle) if r in held else None
         for r in range(max(min(saved_world_size, MAX_RANKS), max(held, default=-1) + 1))
     ]
-    return target.merge(states, rank, world_size)
+    try:
+        return target.merge(states, rank, world_size)
+    except CloudckptError:
+        raise
+    except Exception as error:
+        raise InvalidStateError(f"the merge function of {text!r} failed: {type(error).__name__}: {error}") from error
 
 
 MAX_INLINE_BYTES = 4 * 1024 * 1024

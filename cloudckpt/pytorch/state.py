@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,10 +30,14 @@ from cloudckpt.pytorch.training import TrainingState, Within
 
 @dataclass(frozen=True, eq=False)
 class RankState:
-    """What one rank saves: its tree, and a shard for every array that is not an alias, by id."""
+    """What one rank saves: its tree, and a shard for every array that is not an alias, by id.
+
+    ``declared``: see `TrainingState.declared`.
+    """
 
     tree: RankTree
     shards: Mapping[str, LocalShard]
+    declared: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def meshes(self) -> tuple[MeshEntry, ...]:
@@ -46,7 +50,7 @@ def encode_state(state: Any, *, allow_pickle: bool, describer: Describer) -> Ran
     collector = _Collector(allow_pickle, describer)
     with torch.no_grad():  # else autograd takes part in every to_local(), and takes longer than all of the rest
         node = values.encode(state, leaf=collector.leaf, allow_pickle=allow_pickle)
-    return RankState(RankTree(node, tuple(collector.specs)), collector.shards)
+    return RankState(RankTree(node, tuple(collector.specs)), collector.shards, collector.declared)
 
 
 def piece_table(shards: Mapping[str, LocalShard], order: Mapping[str, int]) -> PieceTable:
@@ -83,6 +87,7 @@ class _Collector:
         self.describer = describer
         self.specs: list[LeafSpec] = []
         self.shards: dict[str, LocalShard] = {}
+        self.declared: dict[str, bool] = {}
         self._at: dict[tuple[int, int], tuple[LocalShard, str]] = {}
         self._views: dict[tuple[int, int], list[tuple[LocalShard, str]]] = {}
         self._kept: list[Any] = []
@@ -117,7 +122,10 @@ class _Collector:
         if is_stateful(obj):
             inner = object_state(obj)
             self._kept.append(inner)  # ids of temporaries must not be used twice
-            around = [Within(path, obj)] if isinstance(obj, TrainingState) else []
+            around: list[Within] = []
+            if isinstance(obj, TrainingState):
+                around.append(Within(path, obj))
+                self.declared.update(obj.declared(path, [inner]))
             self._training += around
             node = values.encode(inner, leaf=self.leaf, allow_pickle=self.allow_pickle, path=path)
             del self._training[len(self._training) - len(around) :]

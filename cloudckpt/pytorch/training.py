@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -43,10 +43,12 @@ class TrainingTarget:
     """What a load fills; ``apply`` puts it into place afterwards.
 
     ``states``: all are filled from the same stored tree. ``kinds``: as in Problems, by the key.
+    ``is_open``: what the optimizers' state would hold cannot be told from the checkpoint.
     """
 
     states: list[dict[str, Any]]
     apply: Callable[[], None]
+    is_open: bool
     kinds: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
@@ -86,11 +88,11 @@ class TrainingState:
 
     ``names``: local name -> global name, as ``global_layer_names`` makes it: one for all parts, or one for each.
     ``tied``: ``{"head.weight": "embed.weight"}``, the first is a copy of the second, be it on another pipeline stage:
-    stored once where both are equal. All ranks must declare the same.
+    stored once where both are equal. All ranks must declare the same, and both must be in the model of some rank.
     ``masters``: global name -> tensor that an optimizer updates in the place of the parameter.
     ``include``: names, or patterns with ``*``, ``?`` and ``[...]`` (``*`` crosses dots), of what is saved and loaded,
     with all that is below; scheduler, dataloader, rng and extras are taken whole. A load leaves the rest of the
-    checkpoint alone, without calling it unexpected.
+    checkpoint alone, without calling it unexpected. A pattern that matches nothing on any rank is an error.
     ``dataloader_merge``: ``merge(states, rank, world_size)`` for another number of ranks, see ``PerRank``.
 
     ``rng`` covers torch's generators on CPU and the current accelerator, numpy's global one and ``random``. On another
@@ -128,6 +130,13 @@ class TrainingState:
                 raise InvalidStateError(
                     f"tied: {name!r} is tied to {source!r}, which is itself tied: name the original"
                 )
+        known = self.parameter_shapes() if self._masters else {}
+        unknown = [name for name in self._masters if name not in known]
+        if unknown:
+            raise InvalidStateError(
+                f"masters: {', '.join(map(repr, unknown[:5]))} is no parameter of the model, which has "
+                f"{', '.join(map(repr, [*known][:5]))}, ..."
+            )
         for obj in [*self._schedulers, *([] if dataloader is None else [dataloader])]:
             if not is_stateful(obj):
                 raise InvalidStateError(
@@ -160,6 +169,31 @@ class TrainingState:
         if name in self._tied:
             return (*path[:where], self._tied[name], *path[where + 1 :]), True
         return None, name in self._tied.values()
+
+    def declared(
+        self, prefix: values.Path, states: Sequence[Mapping[str, Any]], *, is_open: bool = True
+    ) -> dict[str, bool]:
+        """What one rank at least must have, and whether this one has it, by the text of the error otherwise.
+
+        ``states``: what is left of this one, which stands at ``prefix``, after ``include``. ``is_open``: optimizers
+        without any state may still get some.
+        """
+        found: dict[str, bool] = {}
+        where = f"{values.dotted(prefix)!r}: " if prefix else ""
+        if self._include is not None:
+            paths = [path for state in states for path in _paths(state)]
+            slots = self._slots() if is_open and not any(optimizer.state for optimizer in self._optimizers) else []
+            for pattern in self._include:
+                text = f"{where}include={pattern!r} matches nothing of the state on any rank"
+                found[text] = any(_matches(pattern, path) for path in paths) or any(
+                    _may_match_below(pattern, ("optimizer", "state", slot.name)) for slot in slots
+                )
+        if self._tied:
+            stored = states[0].get("model", {}) if self._include is None else self._model()
+            held = {*stored, *self.parameter_shapes()}
+            for name in [*self._tied, *self._tied.values()]:
+                found[f"{where}tied: {name!r} is in the model of no rank that declares it"] = name in held
+        return found
 
     def names_tied_to(self, name: str) -> list[str]:
         """By declaration, the name itself first."""
@@ -224,7 +258,8 @@ class TrainingState:
             self._load_rest(state, names)
 
         more = [{"optimizer": further} for further in (optimizer.states[1:] if optimizer is not None else [])]
-        return TrainingTarget([state, *more], apply, kinds)
+        is_open = "optimizer" in parts and not keyed(dict(keyed(parts["optimizer"])).get("state"))
+        return TrainingTarget([state, *more], apply, is_open, kinds)
 
     def includes(self, path: values.Path) -> bool:
         """Whether a stored key below is asked for at all."""
@@ -320,10 +355,7 @@ class TrainingState:
     def _wants(self, *path: Any) -> bool:
         if self._include is None:
             return True
-        text = values.dotted(path) + "."
-        # What is below a match comes with it; "scheduler.*" means all of a part that is taken whole.
-        texts = [text[:i] for i, letter in enumerate(text) if letter == "."] + [text] * (len(path) == 1)
-        return any(fnmatchcase(text, pattern) for text in texts for pattern in self._include)
+        return any(_matches(pattern, path) for pattern in self._include)
 
     def _wants_below(self, part: str) -> bool:
         return True if self._include is None else any(fnmatchcase(part, p.split(".")[0]) for p in self._include)
@@ -336,6 +368,32 @@ def _listed(objects: Any) -> list[Any]:
     if objects is None:
         return []
     return list(objects) if isinstance(objects, (list, tuple, torch.nn.ModuleList)) else [objects]
+
+
+def _paths(state: Mapping[str, Any]) -> Iterator[values.Path]:
+    """What ``include`` is compared with."""
+    for key, value in state.items():
+        yield (key,)
+        if key == "model":
+            yield from ((key, name) for name in value)
+        elif key == "optimizer":
+            for part, held in value.items():
+                for name, inner in held.items():
+                    yield key, part, name
+                    yield from ((key, part, name, item) for item in (inner if isinstance(inner, dict) else ()))
+
+
+def _matches(pattern: str, path: values.Path) -> bool:
+    text = values.dotted(path) + "."
+    # What is below a match comes with it; "scheduler.*" means all of a part that is taken whole.
+    texts = [text[:i] for i, letter in enumerate(text) if letter == "."] + [text] * (len(path) == 1)
+    return any(fnmatchcase(text, pattern) for text in texts)
+
+
+def _may_match_below(pattern: str, path: values.Path) -> bool:
+    """Whether the pattern may match something below the path, or matches the path."""
+    text = values.dotted(path) + "."
+    return _matches(pattern, path) or any(fnmatchcase(text, pattern[:end]) for end in range(len(pattern)))
 
 
 def _is_empty(value: Any) -> bool:

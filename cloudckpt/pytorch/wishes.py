@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from cloudckpt.errors import InvalidStateError, MismatchError
 from cloudckpt.format.tree import TreePath, path_text
 from cloudckpt.plan.changes import Resizes
+from cloudckpt.plan.names import check_found
 from cloudckpt.plan.rules import ShardingRules, check_all_matched
 from cloudckpt.pytorch.fill import Problems
 from cloudckpt.pytorch.links import NamedSet
@@ -44,7 +45,7 @@ class Wish:
 
     ``arguments``: what all ranks must have called the function with. ``matched``: numbers of sharding rules.
     ``patterns``: of ``resize`` that name something. ``cast``, ``resized``: as in the report.
-    ``sharing``: None if the rank reads by itself.
+    ``sharing``: None if the rank reads by itself. ``declared``: as in `Match`.
     """
 
     asked: bytes
@@ -56,6 +57,7 @@ class Wish:
     cast: Mapping[str, tuple[str, str]]
     resized: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     sharing: Sharing | None
+    declared: Mapping[str, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ def judge(
     idle = [pattern for pattern in resize or () if not any(pattern in wish.patterns for wish in wishes)]
     if idle:
         raise InvalidStateError(f"resize: nothing in the target matches {', '.join(map(repr, idle))}")
+    check_found(wish.declared for wish in wishes)
     asked = np.zeros(len(stored), dtype=bool)
     problems = Problems()
     for wish in wishes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -69,17 +69,17 @@ class RankLayout:
         planned = replace(options, url="", step=None, overwrite=False)
         leaves = [(*_leaf_fields(spec), spec.tie and _tie_fields(spec.tie)) for spec in self.leaves]
         found.update(msgspec.json.encode([planned, self.skeleton, leaves, self.meshes, self.matched]))
-        for field in fields(PieceTable):
-            column = getattr(self.pieces, field.name)
-            found.update(msgspec.json.encode([field.name, None if column is None else column.shape]))
+        for item in fields(PieceTable):
+            column = getattr(self.pieces, item.name)
+            found.update(msgspec.json.encode([item.name, None if column is None else column.shape]))
             if column is not None:
                 found.update(column.astype("<i8").tobytes())
         return found.digest()
 
 
 # The id is a function of the path, and exact where a path need not be JSON. Digests of content are no layout.
-_leaf_fields = attrgetter(*[field.name for field in fields(LeafSpec) if field.name not in {"path", "tie"}])
-_tie_fields = attrgetter(*[field.name for field in fields(Tie) if field.name != "digests"])
+_leaf_fields = attrgetter(*[item.name for item in fields(LeafSpec) if item.name not in {"path", "tie"}])
+_tie_fields = attrgetter(*[item.name for item in fields(Tie) if item.name != "digests"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +89,7 @@ class Description:
     ``values``: the plain values in tree order, as JSON each. ``ties``: what it holds of the arrays that are
     declared as tied, by leaf id. ``plans``: ids of the plans that the rank
     still has for its layout. ``layout``: None where the rank hopes that one of them will do.
+    ``declared``: see `check_found`.
     """
 
     options: SaveOptions
@@ -98,6 +99,7 @@ class Description:
     metadata: plain.Node
     plans: tuple[str, ...]
     layout: RankLayout | None
+    declared: Mapping[str, bool] = field(default_factory=dict)
 
     def in_brief(self) -> Description:
         """Without the layout, if there is hope."""

@@ -70,6 +70,12 @@ def test_a_stage_lists_its_layers_at_once_or_by_part_or_holds_none() -> None:
     assert global_layer_names(stage=2, chunk=1, layers=layers, num_layers=4, pp=3).numbers == (2,)
 
 
+def test_a_part_without_layers_has_names_without_numbers() -> None:
+    names = global_layer_names(stage=1, layers=[[0, 3], [], [[1], [2]]])
+    assert names.apply({"embed.weight": 0}) == {"embed.weight": 0}
+    assert global_layer_names(4, pp=2, stage=1).apply({}) == {}
+
+
 def test_experts() -> None:
     assert global_expert_names(8, ep=4, rank=2)("layers.0.experts.1.w1") == "layers.0.experts.5.w1"
     assert global_expert_names(rank=1, experts=[[0, 3], [2, 1]])("experts.0.w") == "experts.2.w"
@@ -91,6 +97,11 @@ def test_experts() -> None:
         (lambda: global_layer_names(5, stage=0, layers=[[0, 1], [2]]), "holds 3 layers on 2 stages"),
         (lambda: global_layer_names(stage=0, pp=3, layers=[[0, 1], [2]]), "not num_layers=None on pp=3"),
         (lambda: global_layer_names(4, pp=2, stage=0)("layers.2.w"), "'layers.2.w' is number 2 of 'layers' here"),
+        (
+            lambda: global_layer_names(4, pp=2, stage=0).apply({"h.0.w": 0}),
+            "number after 'layers', .* names are 'h.0.w'",
+        ),
+        (lambda: global_expert_names(4, ep=2, rank=0).apply({"ex.0.w": 0}), "number after 'experts', .* are 'ex.0.w'"),
         (lambda: global_expert_names(7, ep=2, rank=0), "7 experts do not divide into 2 equal parts"),
         (lambda: global_expert_names(rank=2, experts=[[0], [1]]), "there is no rank 2"),
         (lambda: global_expert_names(rank=0, experts=[[0], [2]]), "expert 1 is missing"),

@@ -64,6 +64,38 @@ def test_a_parameter_that_is_not_there_is_unexpected(tmp_path: Path) -> None:
     assert small.state_dict()["state"] == {}
 
 
+def test_another_parameter_at_a_position_is_a_fault_of_shape(tmp_path: Path) -> None:
+    model, optimizer = make(torch.optim.AdamW)
+    step(model, optimizer)
+    cloudckpt.save({"optimizer": optimizer}, tmp_path / "c")
+    wider = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Linear(4, 1))
+    fresh = torch.optim.AdamW(wider.parameters(), lr=0.1)
+    with pytest.raises(MismatchError) as caught:
+        cloudckpt.load({"optimizer": fresh}, tmp_path / "c")
+    found = caught.value.shapes
+    assert {*found} == {f"optimizer.state.{i}.{name}" for i in range(3) for name in ("exp_avg", "exp_avg_sq")}
+    assert found["optimizer.state.0.exp_avg"] == ((3, 5), (4, 5))
+    assert fresh.state_dict()["state"] == {}
+
+
+class TwoSided(torch.optim.SGD):
+    """State of shapes of its own, one for each dim of a parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            for i, extent in enumerate(param.shape):
+                self.state[param][f"side_{i}"] = torch.eye(extent) * 2
+
+
+def test_state_of_other_shapes_than_its_parameter_is_no_fault(tmp_path: Path) -> None:
+    model, optimizer = make(TwoSided)
+    step(model, optimizer)
+    cloudckpt.save({"optimizer": optimizer}, tmp_path / "c")
+    again, fresh = make(TwoSided)
+    cloudckpt.load({"optimizer": fresh}, tmp_path / "c")
+    assert torch.equal(fresh.state[again[0].weight]["side_1"], torch.eye(5) * 2)
+
+
 def _fsdp(mesh_size: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model, _ = make(torch.optim.AdamW)
     fully_shard(model, mesh=init_device_mesh("cpu", (mesh_size,)))

@@ -173,6 +173,29 @@ def test_parts_by_include_and_by_strict_false(tmp_path: Path) -> None:
         cloudckpt.load(TrainingState(weights, include="model"), tmp_path / "d")
 
 
+def test_a_part_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters())
+    url = tmp_path / "c"
+    cloudckpt.save(
+        {"train": TrainingState(model, optimizer, include=["model", "optimizer.*", "optimizer.state.*.exp_avg"])}, url
+    )
+    # Saved before the first step: an optimizer's state may be asked for all the same.
+    cloudckpt.load({"train": TrainingState(model, optimizer, include=["model", "optimizer.state.*"])}, url)
+    for wrong in ("modle", "model.2.wieght", "optimizer.sate.*", "scheduler", "model.[ab].*", "model.0.weight.x"):
+        state = {"train": TrainingState(model, optimizer, include=["model.0.*", wrong])}
+        for call in (cloudckpt.load, lambda s, u: cloudckpt.save(s, u, overwrite=True)):
+            with pytest.raises(InvalidStateError, match="matches nothing of the state on any rank") as caught:
+                call(state, url)
+            assert f"'train': include={wrong!r}" in str(caught.value)
+    step(model, optimizer)
+    cloudckpt.save(TrainingState(model, optimizer), tmp_path / "d")
+    fresh = torch.optim.Adam(model.parameters())
+    with pytest.raises(InvalidStateError, match=r"include='optimizer.state.\*.exp_average' matches nothing"):
+        cloudckpt.load(TrainingState(model, fresh, include="optimizer.state.*.exp_average"), tmp_path / "d")
+    cloudckpt.load(TrainingState(model, fresh, include="optimizer.state.*.exp_avg"), tmp_path / "d")
+
+
 class InState(torch.optim.Optimizer):
     """Keeps an fp32 master of each bf16 parameter in its state, and a list."""
 
@@ -335,6 +358,14 @@ def test_extra_state_of_modules(tmp_path: Path) -> None:
         (lambda m: TrainingState([m, m], names=[None]), "names= has 1 entries for 2 model parts"),
         (lambda m: TrainingState([m, m]).state_dict(), "'0.weight' is in model part 0 and in model part 1"),
         (lambda m: TrainingState(m, tied={"a": "b", "b": "c"}), "'a' is tied to 'b', which is itself tied"),
+        (
+            lambda m: TrainingState(m, masters={"0.wieght": m[0].weight}),
+            "masters: '0.wieght' is no parameter of the mod",
+        ),
+        (
+            lambda m: TrainingState(m, names=cloudckpt.global_layer_names(4, pp=2, stage=1)).state_dict(),
+            "after 'layers', but this part has .2, 3. in global numbers: the names are '0.weight', '0.bias'",
+        ),
         (lambda m: TrainingState(m, names=lambda _: "x").state_dict(), "'0.weight' and '0.bias' of the model are both"),
         (
             lambda m: TrainingState(m, [torch.optim.SGD(m.parameters(), lr=1) for _ in range(2)]).state_dict(),
@@ -345,6 +376,16 @@ def test_extra_state_of_modules(tmp_path: Path) -> None:
 def test_refusals(call: Any, message: str) -> None:
     with pytest.raises(InvalidStateError, match=message):
         call(make())
+
+
+def test_a_tie_of_what_is_not_there_is_an_error(tmp_path: Path) -> None:
+    model = make()
+    cloudckpt.save({"train": TrainingState(model, rng=False)}, tmp_path / "c")
+    for tied in ({"0.wieght": "2.weight"}, {"2.weight": "0.wieght"}):
+        wrong = {"train": TrainingState(model, rng=False, tied=tied, include="model.1.*")}
+        for call in (cloudckpt.load, lambda s, u: cloudckpt.save(s, u, overwrite=True)):
+            with pytest.raises(InvalidStateError, match=r"'train': tied: '0.wieght' is in the model of no rank"):
+                call(wrong, tmp_path / "c")
 
 
 def test_a_state_of_a_parameter_that_is_gone_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,27 @@ def save_different(url: str) -> list[str]:
 def load_different(url: str, layout: Layout) -> tuple[CloudckptError | None, dict[str, Any]]:
     job = Job(layout, -3.0, tied=TIED)
     return error_of(lambda: cloudckpt.load({"train": job.state}, url)), contents(job)
+
+
+def wrong_names(url: str) -> list[CloudckptError | None]:
+    """Names of which each rank has a part, and those that none has."""
+    layout, half = LAYOUTS["pp2"], NUM_LAYERS // 2
+    patterns = ["model.layers.0.*", f"model.layers.{half}.*", "step"]
+    jobs = [
+        Job(layout, 1.0, include=patterns),
+        Job(layout, 1.0, include=[*patterns, "model.layers.99.*"]),
+        Job(layout, 1.0, tied={"haed.weight": "embed.weight"}),
+    ]
+    saves = [error_of(partial(cloudckpt.save, job.state, f"{url}/{i}")) for i, job in enumerate(jobs)]
+    return saves + [error_of(partial(cloudckpt.load, job.state, f"{url}/0")) for job in jobs[:2]]
+
+
+def test_some_rank_must_have_what_is_named(ranks: RankPool, tmp_path: Path) -> None:
+    for saved, no_save, no_tie, loaded, no_load in ranks.run(2, wrong_names, str(tmp_path)):
+        assert (saved, loaded) == (None, None)
+        for error in (no_save, no_load):
+            assert str(error).startswith("include='model.layers.99.*' matches nothing of the state on any rank")
+        assert "tied: 'haed.weight' is in the model of no rank that declares it" in str(no_tie)
 
 
 def wrong_ties(root: str) -> list[CloudckptError | None]:
