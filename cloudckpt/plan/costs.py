@@ -79,10 +79,9 @@ def exchange_costs(plan: ExchangePlan, *, read_bytes: int) -> RankCosts:
 def _sent(plan: ExchangePlan) -> Ints:
     """Of every chunk, the bytes that its reader sends on, to all ranks together."""
     found, wants = plan.overlaps, plan.wants
-    row = np.searchsorted(plan.chunk, found.chunk)
     holders = np.bincount(wants.table, minlength=len(wants.tables))[found.table]
-    others = holders - (found.table == wants.table[plan.reader[row]])
-    parts = np.bincount(row, weights=found.nbytes * others, minlength=len(plan.chunk)).astype(np.int64)
+    others = holders - (found.table == wants.table[plan.reader[found.row]])
+    parts = np.bincount(found.row, weights=found.nbytes * others, minlength=len(plan.chunk)).astype(np.int64)
     sizes = np.array([*map(len, plan.groups), 1], dtype=np.int64)[plan.group]  # -1 is the last one
     return np.where(plan.group >= 0, decoded_bytes(plan.stored, plan.chunk) * (sizes - 1), parts)
 

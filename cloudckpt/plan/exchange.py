@@ -19,7 +19,7 @@ from cloudckpt.config import MIB
 from cloudckpt.format.grid import Grid, Ints
 from cloudckpt.plan.overlap import chunk_bounds, group_rows, overlaps, runs, stable_order
 from cloudckpt.plan.reads import StoredChunks
-from cloudckpt.plan.shard import PieceTable, padded_bounds
+from cloudckpt.plan.shard import PieceTable, StackedPieces
 from cloudckpt.plan.share import Sets, choose_owners, group_into_sets
 from cloudckpt.plan.wants import Wants
 
@@ -153,27 +153,22 @@ def plan_exchange(
 
 def wanted_overlaps(stored: StoredChunks, tables: Sequence[PieceTable]) -> Overlaps:
     """Every overlap of a wanted piece with a chunk."""
-    dims = max((t.offset.shape[1] for t in tables), default=0)
-    table = np.repeat(np.arange(len(tables), dtype=np.int64), [len(t) for t in tables])
-    piece = np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(len(t), dtype=np.int64) for t in tables)])
-    tensor = np.concatenate([np.zeros(0, dtype=np.int64), *(t.tensor for t in tables)])
     # Half the memory, which is what takes the time; larger tensors are rare.
     largest = max((extent for grid in stored.grids for extent in grid.shape), default=0)
-    kind = np.int32 if largest < 2**31 else np.int64
-    bounds = np.concatenate([np.zeros((0, 2 * dims), kind), *(padded_bounds(t, dims).astype(kind) for t in tables)])
+    stacked = StackedPieces.of(tables, np.int32 if largest < 2**31 else np.int64)
+    dims = stacked.dims
     columns: list[tuple[Ints, ...]] = [(np.zeros(0, dtype=np.int64),) * 4]
     # The layers of a model are alike: what was found for one tensor holds for the others of its kind.
     known: dict[tuple[Grid, int, bytes], tuple[Ints, Ints, Ints]] = {}
-    for number, rows in zip(*group_rows(tensor), strict=True):
-        grid, boxes = stored.grids[number], bounds[rows]
+    for number, rows in zip(*group_rows(stacked.tensor), strict=True):
+        grid, boxes = stored.grids[number], stacked.bounds[rows]
         key = (grid, len(rows), hashlib.blake2b(boxes.tobytes(), digest_size=16).digest())  # 0-dim: boxes without bytes
         if key not in known:
             known[key] = _common(grid, boxes[:, : len(grid.shape)], boxes[:, dims : dims + len(grid.shape)])
         box, chunk, elements = known[key]
         held = rows[box]
-        columns.append(
-            (table[held], piece[held], chunk + stored.first_chunks[number], elements * stored.itemsizes[number])
-        )
+        chunk, size = chunk + stored.first_chunks[number], elements * stored.itemsizes[number]
+        columns.append((stacked.table[held], stacked.piece[held], chunk, size))
     held_by, wanted, chunk, nbytes = (np.concatenate(parts) for parts in zip(*columns, strict=True))
     new = np.ones(len(chunk), dtype=bool)
     new[1:] = chunk[1:] != chunk[:-1]

@@ -11,7 +11,7 @@ from cloudckpt.format.grid import Grid, Ints
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.plan.coalesce import coalesce
 from cloudckpt.plan.overlap import chunk_bounds, group_rows, overlaps
-from cloudckpt.plan.shard import PieceTable, padded_bounds
+from cloudckpt.plan.shard import PieceTable, StackedPieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,18 +160,15 @@ def common_boxes(stored: StoredChunks, tensor: Ints, offset: Ints, shape: Ints, 
 
 def _touched(stored: StoredChunks, wants: Sequence[PieceTable]) -> tuple[Ints, Ints, Ints]:
     """``(rank, row of the rank's wants, chunk)`` of every overlap, over all ranks."""
-    dims = max((t.offset.shape[1] for t in wants), default=0)
-    rank = np.repeat(np.arange(len(wants), dtype=np.int64), [len(t) for t in wants])
-    row = np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(len(t), dtype=np.int64) for t in wants)])
-    tensor = np.concatenate([np.zeros(0, dtype=np.int64), *(t.tensor for t in wants)])
-    bounds = np.concatenate([np.zeros((0, 2 * dims), dtype=np.int64), *(padded_bounds(t, dims) for t in wants)])
+    stacked = StackedPieces.of(wants)
+    dims = stacked.dims
     owners, chunks = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
-    for number, rows in zip(*group_rows(tensor), strict=True):
+    for number, rows in zip(*group_rows(stacked.tensor), strict=True):
         grid = stored.grids[number]
         n = len(grid.shape)
-        boxes = bounds[rows]
+        boxes = stacked.bounds[rows]
         box, chunk = overlaps(grid, boxes[:, :n], boxes[:, dims : dims + n])
         owners.append(rows[box])
         chunks.append(chunk + stored.first_chunks[number])
     owner = np.concatenate(owners)
-    return rank[owner], row[owner], np.concatenate(chunks)
+    return stacked.table[owner], stacked.piece[owner], np.concatenate(chunks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -134,6 +135,35 @@ def padded_bounds(table: PieceTable, dims: int) -> Ints:
     bounds[:, :own] = table.offset
     bounds[:, dims : dims + own] = table.shape
     return bounds
+
+
+@dataclass(frozen=True, eq=False)
+class StackedPieces:
+    """The rows of several tables one behind the other: whose (``table``), and which of its rows (``piece``).
+
+    ``bounds``: offsets, then shapes, of ``dims`` columns each.
+    """
+
+    table: Ints
+    piece: Ints
+    tensor: Ints
+    bounds: Ints
+    dims: int
+
+    @staticmethod
+    def of(tables: Sequence[PieceTable], kind: type[np.signedinteger[Any]] = np.int64) -> StackedPieces:
+        """``kind``: of the bounds."""
+        none = np.zeros(0, dtype=np.int64)
+        dims = max((t.offset.shape[1] for t in tables), default=0)
+        return StackedPieces(
+            table=np.repeat(np.arange(len(tables), dtype=np.int64), [len(t) for t in tables]),
+            piece=np.concatenate([none, *(np.arange(len(t), dtype=np.int64) for t in tables)]),
+            tensor=np.concatenate([none, *(t.tensor for t in tables)]),
+            bounds=np.concatenate(
+                [np.zeros((0, 2 * dims), kind), *(padded_bounds(t, dims).astype(kind) for t in tables)]
+            ),
+            dims=dims,
+        )
 
 
 def _unique_pieces(bounds: Ints, rank: Ints, replica: npt.NDArray[np.int32], dims: int) -> TensorPieces:

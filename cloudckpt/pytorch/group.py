@@ -41,7 +41,6 @@ INLINE_BYTES = 64 * 1024
 INLINE_TOTAL_BYTES = 8 * 1024 * 1024
 """...and all ranks together."""
 
-
 GRACE_S = 2.0
 """How long a failed rank may take to the next point at which all agree, before the others stop waiting for it there."""
 
