@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from cloudckpt import errors
     from cloudckpt._load import LoadReport, load
     from cloudckpt._read import read
-    from cloudckpt._save import Commit, save
+    from cloudckpt._save import save
+    from cloudckpt._write import Commit
     from cloudckpt.checkpoint import Checkpoint, open_checkpoint
     from cloudckpt.config import Config
     from cloudckpt.format.containers import TensorParts
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 # Names are imported when they are first used: the command line and the format layer work without torch.
 _HOMES = {
     "Checkpoint": "cloudckpt.checkpoint",
-    "Commit": "cloudckpt._save",
+    "Commit": "cloudckpt._write",
     "Concatenate": "cloudckpt.plan.rename",
     "Config": "cloudckpt.config",
     "FlatLayout": "cloudckpt.plan.flat",

@@ -1,72 +1,30 @@
-"""Saving: state -> shards -> plan -> upload -> receipts -> commit."""
+"""Saving: what is on this rank is prepared, and written together with what the others have."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from cloudckpt import catalog
+from cloudckpt._write import Commit, Prepared, run_save
 from cloudckpt.config import Config
-from cloudckpt.errors import AlreadyCommittedError, CloudckptError, InvalidStateError, RankError, StoreError
+from cloudckpt.errors import InvalidStateError
 from cloudckpt.format import values as plain
-from cloudckpt.format.codec import Bytes1D
 from cloudckpt.format.keys import step_dir
-from cloudckpt.format.manifest import Manifest, ObjectEntry
-from cloudckpt.plan.names import check_found
 from cloudckpt.plan.rules import ShardingRules
 from cloudckpt.plan.skeleton import split
-from cloudckpt.progress import Progress, start_progress
+from cloudckpt.progress import Progress
 from cloudckpt.pytorch.describe import Describer
-from cloudckpt.pytorch.digest import Digests, compare_digests, shard_digests
-from cloudckpt.pytorch.group import Group, make_group
+from cloudckpt.pytorch.group import make_group
 from cloudckpt.pytorch.pause import paused_gc
-from cloudckpt.pytorch.scratch import Scratch
-from cloudckpt.pytorch.shards import LocalShard
-from cloudckpt.pytorch.state import RankState, encode_state, piece_table
-from cloudckpt.store.base import Store
-from cloudckpt.store.resolve import resolve
-from cloudckpt.transfer.job import ArrayPlan, Blueprint, assemble
-from cloudckpt.transfer.planning import (
-    Assignment,
-    Description,
-    Planner,
-    RankLayout,
-    RankPlan,
-    SaveOptions,
-    check_options,
-)
-from cloudckpt.transfer.upload import ChunkWrite, UploadReceipt, upload
+from cloudckpt.pytorch.state import encode_state, piece_table
+from cloudckpt.transfer.planning import RankLayout, SaveOptions
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 Layout = Literal["packed", "zarr"]
-
-
-@dataclass(frozen=True)
-class Commit:
-    """A checkpoint that exists. ``nbytes``: stored bytes of its chunks; ``num_requests``: those of all ranks."""
-
-    url: str
-    commit_id: str
-    step: int | None
-    nbytes: int
-    num_chunks: int
-    num_objects: int
-    num_requests: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class _Report:
-    """One rank's part of the second round."""
-
-    receipt: UploadReceipt
-    digests: Digests
-    num_requests: int
 
 
 def save(
@@ -103,57 +61,48 @@ def save(
     """
     config = config or Config()
     ranks = make_group(group, config.rank_timeout_s)
-    planner = ranks.kept(Planner)
-    opened: list[Store] = []
-    held: list[tuple[RankState, Description]] = []
-    blueprints: list[Blueprint] = []  # on the coordinator
+    options = SaveOptions(
+        step=step,
+        layout=layout,
+        compression=compression,
+        overwrite=overwrite,
+        values=values,
+        check_replicas=config.check_replicas,
+        chunk_bytes=config.chunk_bytes,
+    )
 
-    def describe() -> Description:
-        describer = Describer(rules, ranks.rank, ranks.size)
-        options = SaveOptions(
-            os.fspath(url),
-            step,
-            layout,
-            compression,
-            overwrite,
-            values,
-            config.check_replicas,
-            config.chunk_bytes,
-            None if rules is None else rules.digest,
+    def prepared() -> Prepared:
+        return prepare(
+            state, options, rules=rules, metadata=metadata, allow_pickle=allow_pickle, rank=ranks.rank, size=ranks.size
         )
-        _check_options(options)
-        opened.append(resolve(url, storage_options, config))
-        with paused_gc():
-            encoded = encode_state(state, allow_pickle=allow_pickle, describer=describer)
-            layout_held, values_held = _parts(encoded, describer)
-            description = planner.describe(options, layout_held, values_held, plain.encode(dict(metadata or {})))
-            description = replace(description, declared=encoded.declared)
-        held.append((encoded, description))
-        return description.in_brief()
 
-    def assign(parts: Sequence[Description]) -> Assignment | None:
-        check_options(parts)
-        catalog.check_absent(opened[0], overwrite=overwrite)
-        found = planner.assign(parts, rules)
-        if found is None:
-            return None
-        check_found(part.declared for part in parts)
-        blueprints.append(found[1])
-        for note in found[1].notes:
-            warnings.warn(note, stacklevel=2)
-        return found[0]
+    return run_save(ranks, prepared, url, storage_options=storage_options, progress=progress, config=config)
 
-    try:
-        # The second time is for ranks that hoped for a plan which others cannot use.
-        assignment = ranks.round(describe, assign) or ranks.round(lambda: held[0][1], assign)
-        assert assignment is not None
-        encoded, description = held[0]
-        plan = planner.accept(assignment, description.digest, ranks.rank)
-        options = description.options
-        return _write(ranks, opened[0], plan, blueprints, encoded, options, progress=progress, config=config)
-    finally:
-        for store in opened:
-            store.close()
+
+def prepare(
+    state: Any,
+    options: SaveOptions,
+    *,
+    rules: ShardingRules | None,
+    metadata: Mapping[str, Any] | None,
+    allow_pickle: bool,
+    rank: int,
+    size: int,
+) -> Prepared:
+    """This rank's part of a save: plain values are taken as they are now, tensors stay where they are. Local.
+
+    Raises InvalidStateError for options and states that cannot be saved.
+    """
+    _check_options(options)
+    describer = Describer(rules, rank, size)
+    with paused_gc():
+        encoded = encode_state(state, allow_pickle=allow_pickle, describer=describer)
+        skeleton, held = split(encoded.tree.node)
+        pieces = piece_table(encoded.shards, {name: i for i, name in enumerate(encoded.shards)})
+    matched = tuple(sorted(describer.matched))
+    layout = RankLayout(skeleton, encoded.tree.leaves, pieces, encoded.meshes, matched)
+    digest = None if rules is None else rules.digest
+    return Prepared(replace(options, rules=digest), encoded, layout, held, plain.encode(dict(metadata or {})), rules)
 
 
 def _check_options(options: SaveOptions) -> None:
@@ -166,93 +115,3 @@ def _check_options(options: SaveOptions) -> None:
             raise InvalidStateError(f"{name} must be one of {allowed}, not {value!r}")
     if options.step is not None:
         step_dir(options.step)  # refuses what cannot name a step
-
-
-def _parts(state: RankState, describer: Describer) -> tuple[RankLayout, list[plain.Node]]:
-    """What plans are made of, and the plain values that stand in it."""
-    skeleton, values = split(state.tree.node)
-    pieces = piece_table(state.shards, {name: i for i, name in enumerate(state.shards)})
-    matched = tuple(sorted(describer.matched))
-    return RankLayout(skeleton, state.tree.leaves, pieces, state.meshes, matched), values
-
-
-def _write(
-    ranks: Group,
-    store: Store,
-    plan: RankPlan,
-    blueprints: Sequence[Blueprint],
-    state: RankState,
-    options: SaveOptions,
-    *,
-    progress: Progress,
-    config: Config,
-) -> Commit:
-    """``blueprints``: one on the coordinator, none elsewhere."""
-    arrays = plan.arrays
-    written: list[ObjectEntry] = []
-    assembled: list[tuple[Manifest, int]] = []
-
-    def send() -> _Report:
-        numbers = arrays.numbers
-        shards = {numbers[i]: shard for i, shard in state.shards.items() if i in numbers}
-        digests = shard_digests({number: shards[number] for number in plan.checked if number in shards})
-        scratch = Scratch()
-        total = sum(write.nbytes for write in plan.job.writes)
-        with start_progress(progress, "save", total, show=ranks.rank == 0) as advance:
-            receipt = upload(
-                store,
-                plan.job,
-                lambda write: _read_chunk(arrays, shards, write, scratch),
-                layout=options.layout,
-                config=config,
-                cancel=ranks.cancel,
-                advance=advance,
-                written=written,
-            )
-        return _Report(receipt, digests, store.counts.requests)
-
-    def check(reports: Sequence[_Report]) -> None:
-        compare_digests([report.digests for report in reports], arrays.leaves)
-        manifest = assemble(blueprints[0], [report.receipt for report in reports])
-        assembled.append((manifest, sum(report.num_requests for report in reports)))
-
-    def publish(_: Sequence[None]) -> Commit:
-        manifest, num_requests = assembled[0]
-        before = store.counts.requests
-        catalog.commit(store, manifest, overwrite=options.overwrite)
-        document = manifest.document
-        return Commit(
-            url=store.url,
-            commit_id=document.commit_id,
-            step=document.step,
-            nbytes=manifest.nbytes,
-            num_chunks=document.chunks.count,
-            num_objects=len(document.objects),
-            num_requests=num_requests + store.counts.requests - before,
-        )
-
-    try:
-        ranks.round(send, check)
-    except CloudckptError:
-        _remove(store, written)
-        raise
-    try:
-        return ranks.round(lambda: None, publish, is_last=True)
-    except AlreadyCommittedError:
-        _remove(store, written)
-        raise
-
-
-def _read_chunk(arrays: ArrayPlan, shards: Mapping[int, LocalShard], write: ChunkWrite, scratch: Scratch) -> Bytes1D:
-    array, number = arrays.locate(write.chunk)
-    grid = arrays.chunks.grids[array]
-    return shards[array].read(grid.box(number), grid.stored_shape(number), scratch)
-
-
-def _remove(store: Store, written: Sequence[ObjectEntry]) -> None:
-    """Objects of a save that was not committed serve nobody. What cannot be removed now is left to the sweep."""
-    keys = [entry.key for entry in written]
-    with contextlib.suppress(StoreError, RankError):
-        # Where the store is down every key would wait for its deadline: the first one tells.
-        if keys and not store.delete(keys[:1]):
-            store.delete(keys[1:])

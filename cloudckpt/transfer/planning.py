@@ -38,11 +38,11 @@ PLANS_KEPT = 4
 """Per group of ranks: a job may save several states in turn, but every plan is held in memory."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """What all ranks must have called save() with alike."""
+    """What all ranks must have called save() with alike. ``rules``: their digest."""
 
-    url: str
+    url: str = ""
     step: int | None
     layout: str
     compression: str | None

@@ -120,7 +120,7 @@ def test_two_puts_that_both_saw_nothing(place: Place, monkeypatch: pytest.Monkey
     def staged(url: Any, *args: Any) -> Any:
         return Staged(resolve(url, *args), barrier, turn, names.first)
 
-    monkeypatch.setattr("cloudckpt._save.resolve", staged)
+    monkeypatch.setattr("cloudckpt._write.resolve", staged)
 
     def one(rank: int) -> str:
         names.first = rank == 0

@@ -97,7 +97,7 @@ def _serve(pipe: Connection) -> None:
     import torch.distributed.tensor  # noqa: F401
 
     import cloudckpt._load
-    import cloudckpt._save
+    import cloudckpt._write
     import cloudckpt.store.fallback
     import cloudckpt.store.fsspec_s3
     import cloudckpt.store.obstore  # noqa: F401
@@ -218,10 +218,10 @@ class Doomed:
 
 def kill_at_store_calls(killer: Killer) -> None:
     """From here on, in this process, every store that a save opens is doomed."""
-    from cloudckpt import _save
+    from cloudckpt import _write
 
-    real = _save.resolve
-    _save.resolve = lambda *args: Doomed(real(*args), STORE_CALLS, killer, "")
+    real = _write.resolve
+    _write.resolve = lambda *args: Doomed(real(*args), STORE_CALLS, killer, "")
 
 
 def kill_at_system_calls(killer: Killer) -> None:

@@ -175,7 +175,7 @@ def save_in_turn(root: str, seed: int) -> dict[str, int]:
             error = error_of(partial(save, makers[name](number) | {"n": rank}, url))
             assert "'n' differs between ranks 0 and" in str(error)
         elif fault < 0.4:  # nothing can be written
-            with patch("cloudckpt._save.upload", side_effect=StoreError("the disk is full")):
+            with patch("cloudckpt._write.upload", side_effect=StoreError("the disk is full")):
                 assert "the disk is full" in str(error_of(partial(save, makers[name](number), url)))
         how, _ = _how(partial(save, makers[name](number), url))
         seen[how] += 1

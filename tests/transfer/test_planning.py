@@ -22,7 +22,16 @@ from cloudckpt.plan.tree import LeafSpec, Tie
 from cloudckpt.transfer.job import Blueprint
 from cloudckpt.transfer.planning import PLANS_KEPT, Planner, RankLayout, RankPlan, SaveOptions, check_options
 
-OPTIONS = SaveOptions("memory://x", 1, "packed", None, False, "check", "plain", 4096)
+OPTIONS = SaveOptions(
+    url="memory://x",
+    step=1,
+    layout="packed",
+    compression=None,
+    overwrite=False,
+    values="check",
+    check_replicas="plain",
+    chunk_bytes=4096,
+)
 
 
 class Array:
