@@ -125,7 +125,8 @@ def _save_again_and_again(folder: str, num_tensors: int) -> tuple[list[float], t
 
 @contextmanager
 def _first_round_timed(clock: _Clock) -> Iterator[None]:
-    from cloudckpt.pytorch.group import Alone, Ranks
+    from cloudckpt.pytorch.group import Alone
+    from cloudckpt.pytorch.ranks import Ranks
     from cloudckpt.transfer.planning import Planner
 
     def with_clock(real_round: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,8 @@ from cloudckpt.progress import Progress, start_progress
 from cloudckpt.pytorch.describe import Describer
 from cloudckpt.pytorch.exchange import run_exchange
 from cloudckpt.pytorch.fill import Match, check_root, match_state
-from cloudckpt.pytorch.group import Group, Ranks, make_group
+from cloudckpt.pytorch.group import Group, make_group
+from cloudckpt.pytorch.ranks import Ranks
 from cloudckpt.pytorch.sharing import ExchangeMode, Groups, Prepared, Scope, Shared, describe, prepare, share
 from cloudckpt.pytorch.targets import ChunkPlaces
 from cloudckpt.pytorch.wishes import NOTHING_SHARED, Wish, judge, pack_bits, unpack_bits

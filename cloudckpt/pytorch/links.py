@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cloudckpt.errors import InterruptedTransferError, InvalidStateError
-from cloudckpt.pytorch.group import Ranks, device_types
+from cloudckpt.pytorch.ranks import Ranks, device_types
 
 RankSet: TypeAlias = tuple[int, ...]
 """Ascending ranks, numbered within the group of the load."""

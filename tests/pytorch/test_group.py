@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from cloudckpt.errors import InvalidStateError
-from cloudckpt.pytorch.group import INLINE_BYTES, make_group
+from cloudckpt.pytorch.group import make_group
+from cloudckpt.pytorch.ranks import INLINE_BYTES
 from tests.collectives import counted_collectives
 from tests.ranks import RankPool
 from tests.sharding import error_of
