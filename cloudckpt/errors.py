@@ -8,6 +8,7 @@ CloudckptError
 ├── MismatchError          target and checkpoint differ: change the target, or strict=False
 ├── FormatError            not a checkpoint that this version reads
 ├── CorruptChunkError      stored bytes are not the bytes that were written
+├── BusyError              an earlier save is still under way: wait for it
 ├── StoreError             the store refused or stayed unreachable
 └── RankError              other ranks failed: see .causes
 """
@@ -94,6 +95,10 @@ class CorruptChunkError(CloudckptError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, self.__dict__)
+
+
+class BusyError(CloudckptError):
+    """An earlier save is still under way, and holds what this one needs."""
 
 
 class StoreError(CloudckptError):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from cloudckpt.errors import InvalidStateError
@@ -133,6 +134,12 @@ class _Boxes(LocalShard):
     """A shard whose pieces have each a memory of their own."""
 
     boxes: tuple[LocalShard, ...] = ()
+
+    def moved(self, memory: torch.Tensor | npt.NDArray[Any]) -> LocalShard:
+        assert isinstance(memory, torch.Tensor)
+        parts = memory.split([box.pieces[0].box.num_elements for box in self.boxes])
+        boxes = [box.moved(part.view(box.pieces[0].shape)) for box, part in zip(self.boxes, parts, strict=True)]
+        return replace(self, memory=memory, boxes=tuple(boxes))
 
     def read(self, box: Box, stored_shape: tuple[int, ...], scratch: Scratch) -> Bytes1D:
         holder = next(shard for shard in self.boxes if shard.pieces[0].box.intersect(box) == box)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -97,6 +97,10 @@ class LocalShard:
         tensor = self.memory
         layout = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         return (tensor.untyped_storage().data_ptr(), layout, self.dtype, self.shape, self.pieces)
+
+    def moved(self, memory: torch.Tensor | npt.NDArray[Any]) -> LocalShard:
+        """The same shard, with its elements in another, contiguous memory of the same shape."""
+        return replace(self, memory=memory)
 
     def read(self, box: Box, stored_shape: tuple[int, ...], scratch: Scratch) -> Bytes1D:
         """The bytes of a global box that lies in one piece, in C order, padded with zeros to ``stored_shape``."""
