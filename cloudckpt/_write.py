@@ -1,0 +1,221 @@
+"""One save from what the ranks hold to the commit: plan -> upload -> receipts -> manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cloudckpt import catalog
+from cloudckpt.config import Config
+from cloudckpt.errors import AlreadyCommittedError, CloudckptError, RankError, StoreError
+from cloudckpt.format import values as plain
+from cloudckpt.format.codec import Bytes1D
+from cloudckpt.format.manifest import Manifest, ObjectEntry
+from cloudckpt.plan.names import check_found
+from cloudckpt.plan.rules import ShardingRules
+from cloudckpt.progress import Progress, start_progress
+from cloudckpt.pytorch.digest import Digests, compare_digests, shard_digests
+from cloudckpt.pytorch.group import Group
+from cloudckpt.pytorch.pause import paused_gc
+from cloudckpt.pytorch.scratch import Scratch
+from cloudckpt.pytorch.shards import LocalShard
+from cloudckpt.pytorch.state import RankState
+from cloudckpt.store.base import Store
+from cloudckpt.store.resolve import resolve
+from cloudckpt.transfer.job import ArrayPlan, Blueprint, assemble
+from cloudckpt.transfer.planning import (
+    Assignment,
+    Description,
+    Planner,
+    RankLayout,
+    RankPlan,
+    SaveOptions,
+    check_options,
+)
+from cloudckpt.transfer.upload import ChunkWrite, UploadReceipt, upload
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A checkpoint that exists. ``nbytes``: stored bytes of its chunks; ``num_requests``: those of all ranks."""
+
+    url: str
+    commit_id: str
+    step: int | None
+    nbytes: int
+    num_chunks: int
+    num_objects: int
+    num_requests: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What one rank puts into a save. All but the memory of ``state.shards`` is plain data of its own.
+
+    ``values``: the plain values of the state, in the order of ``layout.skeleton``.
+    """
+
+    options: SaveOptions
+    state: RankState
+    layout: RankLayout
+    values: Sequence[plain.Node]
+    metadata: plain.Node
+    rules: ShardingRules | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Report:
+    """One rank's part of the second round."""
+
+    receipt: UploadReceipt
+    digests: Digests
+    num_requests: int
+
+
+def run_save(
+    ranks: Group,
+    prepare: Callable[[], Prepared],
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None,
+    progress: Progress,
+    config: Config,
+) -> Commit:
+    """Write what every rank has prepared, and commit it. Collective over ``ranks``.
+
+    ``prepare`` runs in the first round, so that its failure on one rank is heard by all. The memory of the
+    shards must not change before this returns. Raises what `cloudckpt.save` raises.
+    """
+    planner = ranks.kept(Planner)
+    opened: list[Store] = []
+    held: list[tuple[Prepared, Description]] = []
+    blueprints: list[Blueprint] = []  # on the coordinator
+
+    def describe() -> Description:
+        opened.append(resolve(url, storage_options, config))
+        prepared = prepare()
+        options = replace(prepared.options, url=os.fspath(url))
+        with paused_gc():
+            description = planner.describe(options, prepared.layout, prepared.values, prepared.metadata)
+        description = replace(description, declared=prepared.state.declared)
+        held.append((prepared, description))
+        return description.in_brief()
+
+    def assign(parts: Sequence[Description]) -> Assignment | None:
+        options, rules = held[0][1].options, held[0][0].rules
+        check_options(parts)
+        catalog.check_absent(opened[0], overwrite=options.overwrite)
+        found = planner.assign(parts, rules)
+        if found is None:
+            return None
+        check_found(part.declared for part in parts)
+        blueprints.append(found[1])
+        for note in found[1].notes:
+            warnings.warn(note, stacklevel=2)
+        return found[0]
+
+    try:
+        # The second time is for ranks that hoped for a plan which others cannot use.
+        assignment = ranks.round(describe, assign) or ranks.round(lambda: held[0][1], assign)
+        assert assignment is not None
+        prepared, description = held[0]
+        plan = planner.accept(assignment, description.digest, ranks.rank)
+        return _write(
+            ranks,
+            opened[0],
+            plan,
+            blueprints,
+            prepared.state,
+            description.options,
+            progress=progress,
+            config=config,
+        )
+    finally:
+        for store in opened:
+            store.close()
+
+
+def _write(
+    ranks: Group,
+    store: Store,
+    plan: RankPlan,
+    blueprints: Sequence[Blueprint],
+    state: RankState,
+    options: SaveOptions,
+    *,
+    progress: Progress,
+    config: Config,
+) -> Commit:
+    """``blueprints``: one on the coordinator, none elsewhere."""
+    arrays = plan.arrays
+    written: list[ObjectEntry] = []
+    assembled: list[tuple[Manifest, int]] = []
+
+    def send() -> _Report:
+        numbers = arrays.numbers
+        shards = {numbers[i]: shard for i, shard in state.shards.items() if i in numbers}
+        digests = shard_digests({number: shards[number] for number in plan.checked if number in shards})
+        scratch = Scratch()
+        total = sum(write.nbytes for write in plan.job.writes)
+        with start_progress(progress, "save", total, show=ranks.rank == 0) as advance:
+            receipt = upload(
+                store,
+                plan.job,
+                lambda write: _read_chunk(arrays, shards, write, scratch),
+                layout=options.layout,
+                config=config,
+                cancel=ranks.cancel,
+                advance=advance,
+                written=written,
+            )
+        return _Report(receipt, digests, store.counts.requests)
+
+    def check(reports: Sequence[_Report]) -> None:
+        compare_digests([report.digests for report in reports], arrays.leaves)
+        manifest = assemble(blueprints[0], [report.receipt for report in reports])
+        assembled.append((manifest, sum(report.num_requests for report in reports)))
+
+    def publish(_: Sequence[None]) -> Commit:
+        manifest, num_requests = assembled[0]
+        before = store.counts.requests
+        catalog.commit(store, manifest, overwrite=options.overwrite)
+        document = manifest.document
+        return Commit(
+            url=store.url,
+            commit_id=document.commit_id,
+            step=document.step,
+            nbytes=manifest.nbytes,
+            num_chunks=document.chunks.count,
+            num_objects=len(document.objects),
+            num_requests=num_requests + store.counts.requests - before,
+        )
+
+    try:
+        ranks.round(send, check)
+    except CloudckptError:
+        _remove(store, written)
+        raise
+    try:
+        return ranks.round(lambda: None, publish, is_last=True)
+    except AlreadyCommittedError:
+        _remove(store, written)
+        raise
+
+
+def _read_chunk(arrays: ArrayPlan, shards: Mapping[int, LocalShard], write: ChunkWrite, scratch: Scratch) -> Bytes1D:
+    array, number = arrays.locate(write.chunk)
+    grid = arrays.chunks.grids[array]
+    return shards[array].read(grid.box(number), grid.stored_shape(number), scratch)
+
+
+def _remove(store: Store, written: Sequence[ObjectEntry]) -> None:
+    """Objects of a save that was not committed serve nobody. What cannot be removed now is left to the sweep."""
+    keys = [entry.key for entry in written]
+    with contextlib.suppress(StoreError, RankError):
+        # Where the store is down every key would wait for its deadline: the first one tells.
+        if keys and not store.delete(keys[:1]):
+            store.delete(keys[1:])
