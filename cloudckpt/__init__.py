@@ -5,12 +5,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from cloudckpt import _exit_status  # noqa: F401  # its hook has to be among the first
+
 if TYPE_CHECKING:
     from cloudckpt import errors
+    from cloudckpt._async import async_save
     from cloudckpt._load import LoadReport, load
     from cloudckpt._read import read
     from cloudckpt._save import save
     from cloudckpt._write import Commit
+    from cloudckpt.background.pending import PendingSave
     from cloudckpt.checkpoint import Checkpoint, open_checkpoint
     from cloudckpt.config import Config
     from cloudckpt.format.containers import TensorParts
@@ -39,6 +43,7 @@ _HOMES = {
     "LoadReport": "cloudckpt._load",
     "ParallelConfig": "cloudckpt.plan.parallel",
     "PerRank": "cloudckpt.pytorch.per_rank",
+    "PendingSave": "cloudckpt.background.pending",
     "Piece": "cloudckpt.pytorch.sharded",
     "ShardedTensor": "cloudckpt.pytorch.sharded",
     "ShardingRules": "cloudckpt.plan.rules",
@@ -49,6 +54,7 @@ _HOMES = {
     "TrainingState": "cloudckpt.pytorch.training",
     "Transpose": "cloudckpt.plan.rename",
     "Unstack": "cloudckpt.plan.rename",
+    "async_save": "cloudckpt._async",
     "errors": "cloudckpt.errors",
     "global_expert_names": "cloudckpt.plan.names",
     "global_layer_names": "cloudckpt.plan.names",
@@ -71,6 +77,7 @@ __all__ = [
     "GlobalNames",
     "LoadReport",
     "ParallelConfig",
+    "PendingSave",
     "PerRank",
     "Piece",
     "Resize",
@@ -82,6 +89,7 @@ __all__ = [
     "TrainingState",
     "Transpose",
     "Unstack",
+    "async_save",
     "errors",
     "global_expert_names",
     "global_layer_names",

@@ -28,6 +28,9 @@ class Config:
     ``rank_timeout_s``: how long a rank waits for the others at one point before it names the late.
     ``check_replicas``: whose replicas must be proved equal by digest: "plain" tensors without a
     placement, "all", or "none".
+    ``max_pending_saves``: background saves that may run at a time, each with a copy of the rank's bytes.
+    ``when_busy``: what one more does: "wait" for one to end, or "raise" BusyError.
+    ``staging_bytes``: upper bound of all these copies together; None: as many as they need.
     """
 
     engine: Literal["auto", "fsspec"] = "auto"
@@ -41,13 +44,20 @@ class Config:
     request_timeout_s: float = 30.0
     rank_timeout_s: float = 600.0
     check_replicas: Literal["plain", "all", "none"] = "plain"
+    max_pending_saves: int = 1
+    when_busy: Literal["wait", "raise"] = "wait"
+    staging_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (int, float)) and not value > 0:
                 raise InvalidStateError(f"Config.{field.name} must be positive, not {value!r}")
-        choices = {"engine": ("auto", "fsspec"), "check_replicas": ("plain", "all", "none")}
+        choices = {
+            "engine": ("auto", "fsspec"),
+            "check_replicas": ("plain", "all", "none"),
+            "when_busy": ("wait", "raise"),
+        }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise InvalidStateError(f"Config.{name} must be one of {allowed}, not {getattr(self, name)!r}")

@@ -8,7 +8,8 @@ CloudckptError
 ├── MismatchError          target and checkpoint differ: change the target, or strict=False
 ├── FormatError            not a checkpoint that this version reads
 ├── CorruptChunkError      stored bytes are not the bytes that were written
-├── BusyError              an earlier save is still under way: wait for it
+├── BusyError              background saves are still running: wait for one, or allow more at a time
+├── HelperError            the process that does background saves died, or met something unknown
 ├── StoreError             the store refused or stayed unreachable
 └── RankError              other ranks failed: see .causes
 """
@@ -98,7 +99,7 @@ class CorruptChunkError(CloudckptError):
 
 
 class BusyError(CloudckptError):
-    """An earlier save is still under way, and holds what this one needs."""
+    """As many background saves are under way as may be, or they hold all the memory that one more needs."""
 
 
 class StoreError(CloudckptError):
@@ -111,6 +112,10 @@ class StoreError(CloudckptError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, self.__dict__)
+
+
+class HelperError(CloudckptError):
+    """The helper process of background saves was killed or broke down; the next save starts another."""
 
 
 class RankError(CloudckptError):

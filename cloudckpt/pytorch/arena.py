@@ -131,7 +131,7 @@ def _memory_file(nbytes: int) -> int:
 
 
 _Place: TypeAlias = tuple[int | None, int, Any, tuple[int, ...]]
-"""The number of an arena (None: nowhere, since it is empty), the byte offset in it, a dtype of torch or numpy, a shape."""
+"""The number of an arena (None: nowhere, it is empty), the byte offset in it, a dtype of torch or numpy, a shape."""
 
 
 class ArenaPickler(pickle.Pickler):

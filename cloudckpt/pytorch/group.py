@@ -61,17 +61,23 @@ class Alone:
 _KEPT_ALONE: dict[type, Any] = {}
 
 
-def make_group(group: dist.ProcessGroup | None, timeout_s: float) -> Group:
-    """The ranks of ``group`` (None: all, or this process alone where torch.distributed is not set up). Collective."""
+def members(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """``group``, or that of all ranks; None for this process alone, as where torch.distributed is not set up."""
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
             raise InvalidStateError("a group was given, but torch.distributed is not initialised")
-        return Alone()
+        return None
     group = group or dist.group.WORLD
     assert group is not None
     if dist.get_rank(group) < 0:
         raise InvalidStateError("this rank is not in the given group: only its members may call save or load with it")
-    if dist.get_world_size(group) == 1:
+    return None if dist.get_world_size(group) == 1 else group
+
+
+def make_group(group: dist.ProcessGroup | None, timeout_s: float) -> Group:
+    """The ranks of ``group`` (None: all, or this process alone where torch.distributed is not set up). Collective."""
+    group = members(group)
+    if group is None:
         return Alone()
     if group not in _GROUPS:
         try:

@@ -52,7 +52,7 @@ class StagingPool:
 
     def __init__(self, *, shared: bool, max_bytes: int | None) -> None:
         self._shared = shared
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._numbers = itertools.count()
         self._begin()
 
@@ -100,17 +100,17 @@ class StagingPool:
     def _take(self, nbytes: int, device_type: str, timeout_s: float) -> Arena:
         if os.getpid() != self._process:
             self._begin()
-        if self._max_bytes is not None and nbytes > self._max_bytes:
+        if self.max_bytes is not None and nbytes > self.max_bytes:
             raise InvalidStateError(
                 f"the private copy that a background save takes of this rank's state has {nbytes} bytes, of "
-                f"{self._max_bytes} that Config.staging_bytes allows: raise that, or use save(), which takes none"
+                f"{self.max_bytes} that Config.staging_bytes allows: raise that, or use save(), which takes none"
             )
         with self._changed:
             arena = self._changed.wait_for(lambda: self._find(nbytes) or self._make(nbytes, device_type), timeout_s)
             if arena is None:
                 raise BusyError(
                     f"no memory for a private copy of {nbytes} bytes: saves that still run hold "
-                    f"{sum(arena.nbytes for arena in self._lent)} of the {self._max_bytes} bytes that "
+                    f"{sum(arena.nbytes for arena in self._lent)} of the {self.max_bytes} bytes that "
                     f"Config.staging_bytes allows, and none ended within {timeout_s:g} s"
                 )
             self._lent.append(arena)
@@ -129,8 +129,8 @@ class StagingPool:
     def _make(self, nbytes: int, device_type: str) -> Arena | None:
         """None where the limit allows no other now. Smaller free ones make room, since this state has outgrown them."""
         size = _rounded(nbytes)
-        if self._max_bytes is not None:
-            size = min(size, self._max_bytes - sum(arena.nbytes for arena in self._lent))
+        if self.max_bytes is not None:
+            size = min(size, self.max_bytes - sum(arena.nbytes for arena in self._lent))
             if size < nbytes:
                 return None
         self._drop_free()

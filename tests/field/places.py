@@ -31,6 +31,10 @@ class Place:
             state, self.url(name), storage_options=self.options, config=config or self.config(), **arguments
         )
 
+    def async_save(self, state: Any, name: str = "step-1", **arguments: Any) -> cloudckpt.PendingSave:
+        arguments.setdefault("config", self.config())
+        return cloudckpt.async_save(state, self.url(name), storage_options=self.options, **arguments)
+
     def load(self, state: Any, name: str = "step-1", *, config: Config | None = None) -> Any:
         return cloudckpt.load(state, self.url(name), storage_options=self.options, config=config or self.config())
 

@@ -1,0 +1,93 @@
+"""One rank's part of a background save as plain data, and what whoever has it does with it."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from cloudckpt._write import Commit, Prepared, run_save
+from cloudckpt.config import Config
+from cloudckpt.errors import CloudckptError
+from cloudckpt.pytorch.group import Alone, Group
+from cloudckpt.pytorch.seats import Seat
+from cloudckpt.pytorch.store_ranks import Session, StoreRanks
+from cloudckpt.store.resolve import resolve
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """``prepared``: what to save, in memory that is the job's own; or why this rank cannot, for the others to hear.
+
+    ``seat``: None in a job of one process.
+    """
+
+    prepared: Prepared | CloudckptError
+    url: str
+    storage_options: Mapping[str, Any] | None
+    config: Config
+    seat: Seat | None
+
+    def fill(self) -> None:
+        """What was left to the background, but needs this process's own types."""
+        return
+
+    def prepare(self) -> Prepared:
+        if isinstance(self.prepared, CloudckptError):
+            raise self.prepared
+        self.fill()
+        return self.prepared
+
+
+def run_job(job: Job, ranks: Group, note: Callable[[int, int], None]) -> Commit:
+    """Collective over ``ranks``; ``note``: see `Progress`."""
+    return run_save(ranks, job.prepare, job.url, storage_options=job.storage_options, progress=note, config=job.config)
+
+
+@contextmanager
+def seated(job: Job) -> Iterator[Group]:
+    """The ranks of the job, which meet in its store."""
+    if job.seat is None:
+        yield Alone()
+        return
+    seat = job.seat
+    store = resolve(job.url, job.storage_options, job.config)
+    try:
+        yield StoreRanks(
+            store,
+            session=seat.session,
+            number=seat.number,
+            rank=seat.rank,
+            size=seat.size,
+            timeout_s=job.config.rank_timeout_s,
+            kept=_kept_for(seat.session),
+        )
+    finally:
+        store.close()
+
+
+SESSIONS_KEPT = 8
+_KEPT: OrderedDict[str, dict[type, Any]] = OrderedDict()
+_LOCK = threading.Lock()
+
+
+def _kept_for(session: Session) -> dict[type, Any]:
+    """What saves of one session hand on to the next, such as plans. Sessions do not tell when they are over."""
+    with _LOCK:
+        kept = _KEPT.setdefault(session.id, {})
+        _KEPT.move_to_end(session.id)
+        while len(_KEPT) > SESSIONS_KEPT:
+            _KEPT.popitem(last=False)
+        return kept
+
+
+def give_up(job: Job, error: CloudckptError) -> None:
+    """Tell the other ranks that this one's part is lost, wherever in the save they are."""
+    if job.seat is None:
+        return
+    with seated(job) as ranks:
+        assert isinstance(ranks, StoreRanks)
+        ranks.abandon(error)

@@ -1,0 +1,183 @@
+"""Saves that go on in the background: what the caller holds of them, and that none is forgotten."""
+
+from __future__ import annotations
+
+import concurrent.futures.thread  # noqa: F401  # its exit hook must be registered before the one below
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
+
+from cloudckpt._exit_status import ask_at_exit
+from cloudckpt._write import Commit
+from cloudckpt.progress import Progress, start_progress
+
+log = logging.getLogger("cloudckpt")
+
+
+class PendingSave:
+    """A save whose bytes are this library's own by now: the state may change while it goes on.
+
+    Not collective, and safe to use from any thread. Whoever drops it without looking at the result is told at
+    the end of the process: a save that failed unseen is printed, and the process ends with status 1.
+    """
+
+    def __init__(self, url: str, step: int | None) -> None:
+        self.url = url
+        self.step = step
+        self._future: Future[Commit] = Future()
+        self._progress = (0, 0)
+
+    def __repr__(self) -> str:
+        state = "done" if self.done() else "running"
+        return f"<PendingSave {self.url!r} step={self.step} {state}>"
+
+    def result(self, timeout_s: float | None = None) -> Commit:
+        """Wait for the commit; raises what `save` raises, or TimeoutError after ``timeout_s`` (the save goes on)."""
+        if not wait([self._future], timeout_s).done:
+            raise TimeoutError(f"the save to {self.url} was not done within {timeout_s:g} s")
+        _UNFINISHED.forget(self)
+        return self._future.result()
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+    def wait_staged(self) -> None:
+        """Return once the private copy exists, as it does by the time that `async_save` returns."""
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes of this rank that have been handed to the store, and in all; (0, 0) before the plan is known."""
+        return self._progress
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What went wrong, if it has ended and did; looking at it counts as having seen it."""
+        if not self._future.done():
+            return None
+        _UNFINISHED.forget(self)
+        return self._future.exception()
+
+
+class Running:
+    """The other side of a `PendingSave`: what an executor does with it.
+
+    ``on_end`` runs in any case, first of all. ``is_known``: it has failed already, and the caller knows.
+    """
+
+    def __init__(
+        self,
+        pending: PendingSave,
+        *,
+        progress: Progress = None,
+        show: bool = False,
+        on_commit: Callable[[Commit], object] | None = None,
+        on_end: Callable[[], None] | None = None,
+        is_known: bool = False,
+    ) -> None:
+        self.pending = pending
+        self._progress = progress
+        self._show = show
+        self._on_commit = on_commit
+        self._on_end = on_end
+        self._is_known = is_known
+        self._stack = ExitStack()
+        self._advance: Callable[[int], None] | None = None
+        _UNFINISHED.add(pending)
+
+    def note(self, done: int, total: int) -> None:
+        """So many bytes have been sent, of so many. From one thread at a time."""
+        before = self.pending._progress[0]
+        self.pending._progress = (done, total)
+        if self._advance is None:
+            self._advance = self._stack.enter_context(start_progress(self._progress, "save", total, show=self._show))
+        self._advance(done - before)
+
+    def succeed(self, commit: Commit) -> None:
+        self._end()
+        if self._on_commit is not None:
+            try:
+                self._on_commit(commit)
+            except Exception:
+                log.exception("%s is committed, but on_commit failed", commit.url)
+        self.pending._future.set_result(commit)
+        _UNFINISHED.forget(self.pending)
+
+    def fail(self, error: BaseException) -> None:
+        self._end()
+        if self._is_known:
+            _UNFINISHED.forget(self.pending)
+        else:
+            log.error("the background save to %s failed: %s", self.pending.url, error)
+        self.pending._future.set_exception(error)
+
+    def _end(self) -> None:
+        self._stack.close()
+        if self._on_end is not None:
+            self._on_end()
+
+
+class _Unfinished:
+    """The saves of this process that are running, or failed unseen; and what ends the executors in the end."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """As empty: a forked child has none of the parent's threads and helpers, and waits for nothing of theirs."""
+        self._lock = threading.Lock()
+        self._saves: list[PendingSave] = []
+        self.closers: list[Callable[[], None]] = []
+
+    def add(self, pending: PendingSave) -> None:
+        with self._lock:
+            self._saves.append(pending)
+
+    def forget(self, pending: PendingSave) -> None:
+        with self._lock:
+            if pending in self._saves:
+                self._saves.remove(pending)
+
+    def __iter__(self) -> Iterator[PendingSave]:
+        with self._lock:
+            return iter(tuple(self._saves))
+
+
+_UNFINISHED = _Unfinished()
+
+
+def close_at_exit(close: Callable[[], None]) -> None:
+    """``close`` is called when the interpreter ends, after the last save has."""
+    _UNFINISHED.closers.append(close)
+
+
+def wait_for_all() -> None:
+    """Until no background save of this process is running."""
+    wait([pending._future for pending in _UNFINISHED])
+
+
+def _wait_at_exit() -> None:
+    for pending in _UNFINISHED:
+        if not pending.done():
+            log.info("waiting for the background save to %s before the process ends", pending.url)
+    wait_for_all()
+    for close in _UNFINISHED.closers:
+        close()
+
+
+def _unseen_failures() -> Sequence[str]:
+    failed = [pending for pending in _UNFINISHED if pending.done()]
+    return [
+        f"cloudckpt: the background save to {pending.url} failed: {type(error).__name__}: {error}"
+        for pending in failed
+        if (error := pending._future.exception()) is not None
+    ]
+
+
+# Threads that are waited for at exit run when thread pools are already closed, which uploads need: so wait before.
+threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
+ask_at_exit(_unseen_failures)
+os.register_at_fork(after_in_child=_UNFINISHED.begin)

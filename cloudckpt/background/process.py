@@ -1,0 +1,181 @@
+"""Saves in a helper process: this side starts it, hands it jobs, and waits for their ends."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import pickle
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cloudckpt._write import Commit
+from cloudckpt.background.job import Job, give_up
+from cloudckpt.background.pending import Running, close_at_exit
+from cloudckpt.background.wire import Arenas, Ended, Logged, Note, Pipe, Save, Warned
+from cloudckpt.errors import HelperError
+from cloudckpt.pytorch.arena import arena_dumps
+from cloudckpt.pytorch.group import Group
+from cloudckpt.pytorch.staging import StagingPool
+
+EXIT_S = 10.0
+"""How long a helper without work may take to end."""
+
+# Not by multiprocessing: it would run the user's script once more, which need not be written for that.
+_START = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[2])
+from cloudckpt.background.helper import main
+main(int(sys.argv[1]))
+"""
+
+
+class ProcessExecutor:
+    """One helper, started by the first save and again by the first one after its death."""
+
+    def __init__(self, pool: StagingPool) -> None:
+        self._pool = pool
+        self._helper: _Helper | None = None
+        self._lock = threading.Lock()
+        close_at_exit(self.close)
+
+    def submit(self, job: Job, running: Running, ranks: Group | None = None) -> None:
+        """Returns at once. ``ranks`` are for threads only."""
+        assert ranks is None
+        threading.Thread(target=self._run, args=(job, running), name=f"cloudckpt-save-{job.url}", daemon=False).start()
+
+    def close(self) -> None:
+        """End the helper, which has nothing to do any more."""
+        with self._lock:
+            if self._helper is not None:
+                self._helper.close()
+                self._helper = None
+
+    def _run(self, job: Job, running: Running) -> None:
+        try:
+            outcome = self._carry(job, running)
+        except BaseException as error:  # noqa: BLE001  # handed to whoever waits for the result
+            running.fail(error)
+        else:
+            running.succeed(outcome)
+
+    def _carry(self, job: Job, running: Running) -> Commit:
+        job.fill()
+        try:
+            with self._lock:
+                if self._helper is None or not self._helper.is_alive():
+                    self._helper = _Helper()
+                ended = self._helper.begin(job, self._pool, running.note)
+            outcome = ended.get()
+            if isinstance(outcome, BaseException):
+                raise outcome
+        except HelperError as error:
+            give_up(job, error)  # else the other ranks would wait for it
+            raise
+        return outcome
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    note: Callable[[int, int], None]
+    ended: queue.SimpleQueue[Commit | BaseException]
+
+
+class _Helper:
+    """The other process, as long as it lives."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(sys.path)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=_environment(),
+                # Signals for the training's process group are not for it: it ends by itself.
+                start_new_session=True,
+            )
+        self._pipe = Pipe(ours)
+        self._numbers = itertools.count()
+        self._known: set[int] = set()
+        self._waiting: dict[int, _Waiting] = {}
+        self._lock = threading.Lock()
+        self._is_gone = False
+        threading.Thread(target=self._listen, name="cloudckpt-helper", daemon=True).start()
+
+    def is_alive(self) -> bool:
+        return not self._is_gone and self._process.poll() is None
+
+    def begin(
+        self, job: Job, pool: StagingPool, note: Callable[[int, int], None]
+    ) -> queue.SimpleQueue[Commit | BaseException]:
+        """Hand over a job, whose outcome will be in the queue. From one thread at a time."""
+        arenas = list(pool.arenas)
+        data = arena_dumps(job, arenas)
+        waiting, number = _Waiting(note, queue.SimpleQueue()), next(self._numbers)
+        with self._lock:
+            self._waiting[number] = waiting
+        new = [arena for arena in arenas if arena.number not in self._known]
+        try:
+            if new:
+                message = Arenas(tuple(a.number for a in new), tuple(a.nbytes for a in new))
+                self._pipe.send(pickle.dumps(message), tuple(a.fd for a in new if a.fd is not None))
+            numbers = {arena.number for arena in arenas}
+            gone, self._known = self._known - numbers, numbers
+            self._pipe.send(pickle.dumps(Save(number, data, tuple(gone))))
+        except OSError as error:
+            self._end_all(HelperError(f"the helper process is gone: {error}"))
+        return waiting.ended
+
+    def close(self) -> None:
+        self._pipe.finish()
+        try:
+            self._process.wait(EXIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                data, _ = self._pipe.receive()
+            except (EOFError, OSError):
+                break
+            self._take(pickle.loads(data))
+        self._is_gone = True
+        status = self._process.wait()
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        self._end_all(HelperError(f"the helper process (pid {self._process.pid}) {how} in the middle of the save"))
+        self._pipe.close()
+
+    def _take(self, message: object) -> None:
+        match message:
+            case Note(number, done, total):
+                self._waiting[number].note(done, total)
+            case Ended(number, outcome):
+                with self._lock:
+                    waiting = self._waiting.pop(number)
+                waiting.ended.put(outcome)
+            case Warned(text, category):
+                warnings.warn(text, category, stacklevel=2)
+            case Logged(fields):
+                record = logging.makeLogRecord(fields)
+                logging.getLogger(record.name).handle(record)
+
+    def _end_all(self, error: HelperError) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for one in waiting.values():
+            one.ended.put(error)
+
+
+def _environment() -> dict[str, str]:
+    """No device, and one thread for arithmetic: the training has the rest."""
+    return os.environ | {"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,55 @@
+"""fsspec/filesystem_spec#835: stores, threads, helpers and buffers that were made before a fork work in the child."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.field.places import Place
+
+LIMIT_S = 20
+
+SCRIPT = """
+import json, os, sys, threading, warnings
+import torch
+import cloudckpt
+
+url, options, engine, executor, running = json.loads(sys.argv[1])
+config = cloudckpt.Config(engine=engine)
+state = {"w": torch.arange(1000.0)}
+cloudckpt.save(state, url + "/parent", storage_options=options, config=config)
+pending = cloudckpt.async_save(state, url + "/before", storage_options=options, config=config, executor=executor)
+if not running:
+    pending.result()
+warnings.simplefilter("ignore")  # Python says of every fork in a process with threads that it may lock up
+pid = os.fork()
+if pid == 0:
+    state["w"] += 1
+    cloudckpt.save(state, url + "/child", storage_options=options, config=config)
+    later = cloudckpt.async_save(state, url + "/later", storage_options=options, config=config, executor=executor)
+    state["w"] += 1
+    later.result()
+    target = {"w": torch.zeros(1000)}
+    cloudckpt.load(target, url + "/later", storage_options=options, config=config)
+    os._exit(0 if target["w"][1] == 2 else 9)
+_, status = os.waitpid(pid, 0)
+assert os.waitstatus_to_exitcode(status) == 0, status
+pending.result()
+cloudckpt.async_save(state, url + "/after", storage_options=options, config=config, executor=executor).result()
+"""
+
+
+@pytest.mark.parametrize("running", [False, True], ids=["idle", "running"])
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_a_forked_child(place: Place, executor: str, running: bool):
+    import json
+
+    arguments = json.dumps([place.root, dict(place.options or {}), place.engine, executor, running])
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, arguments], timeout=5 * LIMIT_S, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for name, first in (("parent", 0.0), ("before", 0.0), ("child", 1.0), ("later", 1.0), ("after", 0.0)):
+        assert place.read(name)["w"][0] == first
