@@ -10,6 +10,8 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
+# Of a group, where it is used without the functions above it.
+METHODS = ("send", "recv", "broadcast")
 OBJECTS = (
     "all_gather_object",
     "broadcast_object_list",
@@ -54,6 +56,8 @@ def counted_collectives() -> Iterator[Counter[str]]:
         return call
 
     patches = [patch.object(dist, name, counting(name, getattr(dist, name))) for name in (*OBJECTS, *TENSORS)]
+    group = dist.ProcessGroup
+    patches += [patch.object(group, name, counting(f"group.{name}", getattr(group, name))) for name in METHODS]
     for one in patches:
         one.start()
     try:

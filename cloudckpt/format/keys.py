@@ -23,6 +23,7 @@ _STEM_BYTES = MAX_NAME_BYTES - 1 - _DIGEST_HEX
 _STEP = re.compile(rf"step-([0-9]{{1,{_MAX_STEP_DIGITS}}})")
 _HASHED = re.compile(rf".*-[0-9a-fA-F]{{{_DIGEST_HEX}}}", re.DOTALL)
 _CHUNK = re.compile(r"(.+)/c((?:/(?:0|[1-9][0-9]{0,17}))*)")
+_SYNC = re.compile(r"([0-9a-f]{12}\.sync)(?:/.*)?", re.DOTALL)
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _KEY_FAULTS = {
     "has a control character or a lone surrogate": re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]"),
@@ -68,6 +69,34 @@ def pack_key(attempt: str, rank: int, index: int) -> str:
 def plain_root(attempt: str) -> str:
     """The key, relative to the checkpoint, under which a plain zarr hierarchy stands."""
     return f"{attempt}.zarr"
+
+
+def sync_root(session: str, number: int) -> str:
+    """The key, relative to the checkpoint, under which the ranks of one save leave messages for one another.
+
+    A function of the session's id and the save's number in it: all ranks know it without having met.
+    """
+    return f"{hashlib.sha256(f'{session}/{number}'.encode()).hexdigest()[:12]}.sync"
+
+
+def sync_key(root: str, round_number: int, name: str, rank: int | None = None) -> str:
+    """The key of a message below ``root``: one of a round, or, with ``rank``, each rank's own."""
+    return f"{root}/{round_number:05d}/{name}" + ("" if rank is None else f"/{rank:05d}")
+
+
+def parse_sync_rank(key: str) -> int | None:
+    """Whose message a key is that was made with a ``rank``; None for what is none."""
+    name = key.rpartition("/")[2]
+    return int(name) if re.fullmatch(r"[0-9]{5,9}", name) else None
+
+
+def parse_sync_root(key: str) -> str | None:
+    """The root of the messages that a key relative to the checkpoint belongs to, or None.
+
+    What lies there is of use only while its save is running.
+    """
+    match = _SYNC.fullmatch(key)
+    return match[1] if match else None
 
 
 def chunk_key(array_name: str, index: tuple[int, ...]) -> str:

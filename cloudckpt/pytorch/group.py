@@ -7,6 +7,7 @@ rank, and a rank that is late, dead or has failed is named.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -62,7 +63,10 @@ _KEPT_ALONE: dict[type, Any] = {}
 
 
 def members(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """``group``, or that of all ranks; None for this process alone, as where torch.distributed is not set up."""
+    """``group``, or the group of all ranks; None for a process that works alone.
+
+    Raises InvalidStateError where this rank may not use it.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
             raise InvalidStateError("a group was given, but torch.distributed is not initialised")
@@ -71,23 +75,42 @@ def members(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     assert group is not None
     if dist.get_rank(group) < 0:
         raise InvalidStateError("this rank is not in the given group: only its members may call save or load with it")
-    return None if dist.get_world_size(group) == 1 else group
+    return group if dist.get_world_size(group) > 1 else None
 
 
 def make_group(group: dist.ProcessGroup | None, timeout_s: float) -> Group:
     """The ranks of ``group`` (None: all, or this process alone where torch.distributed is not set up). Collective."""
-    group = members(group)
-    if group is None:
+    found = members(group)
+    if found is None:
         return Alone()
-    if group not in _GROUPS:
-        try:
-            _GROUPS[group] = Ranks(group)
-        except RuntimeError as error:
-            text = f"torch.distributed's store or the group is gone: {error}"
-            raise rank_error({dist.get_rank(group): text}) from error
-    ranks = _GROUPS[group]
+    if found not in _GROUPS:
+        _GROUPS[found] = _made(found)
+    ranks = _GROUPS[found]
     ranks.timeout_s = timeout_s
     return ranks
+
+
+def background_ranks(group: dist.ProcessGroup | None, timeout_s: float) -> Group:
+    """The same ranks once more, to be used by one other thread at a time. Collective.
+
+    They have connections of their own, so that no wait in the background keeps the training from its collectives.
+    """
+    foreground = make_group(group, timeout_s)
+    if not isinstance(foreground, Ranks):
+        return foreground
+    # Drawn in a round, which also names a rank that does not come, before all wait to be connected.
+    name = foreground.round(lambda: None, lambda _: secrets.token_hex(8))
+    ranks = _made(foreground.group(), apart=name)
+    ranks.timeout_s = timeout_s
+    return ranks
+
+
+def _made(group: dist.ProcessGroup, *, apart: str | None = None) -> Ranks:
+    try:
+        return Ranks(group, apart=apart)
+    except RuntimeError as error:
+        text = f"torch.distributed's store or the group is gone: {error}"
+        raise rank_error({dist.get_rank(group): text}) from error
 
 
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()

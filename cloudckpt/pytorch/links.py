@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cloudckpt.errors import InterruptedTransferError, InvalidStateError
-from cloudckpt.pytorch.ranks import Ranks, device_types
+from cloudckpt.pytorch.connections import device_types, make_gloo
+from cloudckpt.pytorch.ranks import Ranks
 
 RankSet: TypeAlias = tuple[int, ...]
 """Ascending ranks, numbered within the group of the load."""
@@ -122,14 +123,9 @@ class Links:
         return self._made[members]
 
     def _make(self, members: RankSet) -> Any:
-        """A bare gloo backend, which ends with its last reference.
-
-        Not ``new_group``: without all ranks of the job it names a group after its ranks, and one that is made
-        again after it was destroyed finds the addresses of the old one and waits for ever (torch 2.13).
-        """
         store = self.ranks.scratch_store(",".join(map(str, members)))
         timeout = timedelta(seconds=self.ranks.timeout_s)
-        return dist.ProcessGroupGloo(store, members.index(self.ranks.rank), len(members), timeout)
+        return make_gloo(store, members.index(self.ranks.rank), len(members), timeout)
 
 
 def host_buffer(nbytes: int, device_type: str) -> torch.Tensor:

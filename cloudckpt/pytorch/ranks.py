@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # the only way to the rendezvous store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from cloudckpt.errors import InterruptedTransferError
+from cloudckpt.pytorch.connections import device_types, make_gloo, own_client, rendezvous_store
 from cloudckpt.pytorch.rounds import (
     COORDINATOR,
     Failure,
@@ -69,28 +70,36 @@ class _Verdict:
 
 
 class Ranks:
-    """A torch.distributed group, with a gloo group of the same ranks where its own backend is another.
+    """A torch.distributed group, with gloo among the same ranks where its own backend is another.
 
-    ``ranks``: their global numbers. ``group()``: the group itself; ``control_group()``: the gloo group.
+    ``ranks``: their global numbers. ``group()``: the group itself; ``control_group()``: gloo.
+
+    ``apart``: a name that all ranks know and that was never used. These then share nothing with other users of the
+    group: they have a gloo and a client of the rendezvous store of their own, for use by another thread, and go on
+    when the group is destroyed.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, apart: str | None = None) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.cancel = threading.Event()
         self.timeout_s = 600.0
-        self.ranks = ranks = dist.get_process_group_ranks(group)
-        # The caller's group lives as long as the caller wants; one made here lives as long as this.
+        self.ranks = dist.get_process_group_ranks(group)
+        # The caller's group lives as long as the caller wants; what is made here lives as long as this.
         self._weak_group = weakref.ref(group)
-        self._own_group = None if "cpu" in device_types(group) else _control_group(ranks)
-        self._coordinator = ranks[COORDINATOR]
         self._rounds = 0
         self._kept: dict[type, Any] = {}
-        prefix = f"cloudckpt/{group.group_name}"
-        # A group of the same name may have been here before, on the same store.
-        epoch = _get_default_store().add(f"{prefix}/epoch/{self.rank}", 1)
-        prefix = f"{prefix}/{epoch}"
-        self._store = PrefixStore(prefix, _get_default_store())
+        # Held, since the process of the first rank may be the one that serves it.
+        self._served = rendezvous_store()
+        if apart is None:
+            prefix = f"cloudckpt/{group.group_name}"
+            # A group of the same name may have been here before, on the same store.
+            epoch = self._served.add(f"{prefix}/epoch/{self.rank}", 1)
+            self._store = PrefixStore(f"{prefix}/{epoch}", self._served)
+        else:
+            self._store = PrefixStore(f"cloudckpt/{apart}", own_client(self._served))
+        shares_gloo = apart is None and "cpu" in device_types(group)
+        self._gloo = None if shares_gloo else make_gloo(self._store, self.rank, self.size)
 
     def group(self) -> dist.ProcessGroup:
         group = self._weak_group()
@@ -98,8 +107,9 @@ class Ranks:
             raise RuntimeError("the process group was destroyed")
         return group
 
-    def control_group(self) -> dist.ProcessGroup:
-        return self._own_group or self.group()
+    def control_group(self) -> Any:
+        """A process group or a bare backend, which have the same methods. Ranks are numbered as here."""
+        return self._gloo or self.group()
 
     def kept(self, kind: type[K]) -> K:
         return kept_in(self._kept, kind)
@@ -163,13 +173,13 @@ class Ranks:
         verdict = self._await("verdict")
         self._raise_if_late(verdict)
         if isinstance(mine, bytes) and len(mine) > inline_bytes:
-            dist.send(_tensor(mine), dst=self._coordinator, group=self.control_group(), tag=SEND_TAG)
+            self.control_group().send([_tensor(mine)], COORDINATOR, SEND_TAG).wait()
         if verdict.outcome is None:
             verdict = self._await("outcome")
             self._raise_if_late(verdict)
         if isinstance(verdict.outcome, _Large):
             buffer = torch.empty(verdict.outcome.nbytes, dtype=torch.uint8)
-            dist.broadcast(buffer, src=self._coordinator, group=self.control_group())
+            self._broadcast(buffer)
             return buffer.numpy().tobytes()
         assert verdict.outcome is not None
         return verdict.outcome
@@ -201,8 +211,14 @@ class Ranks:
             raise
         self._set(key, _Verdict({}, _inline(outcome, inline_bytes)))
         if isinstance(outcome, bytes) and len(outcome) > inline_bytes:
-            dist.broadcast(_tensor(outcome), src=self._coordinator, group=self.control_group())
+            self._broadcast(_tensor(outcome))
         return outcome
+
+    def _broadcast(self, data: torch.Tensor) -> None:
+        """From the coordinator to all."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = COORDINATOR, 0
+        self.control_group().broadcast([data], options).wait()
 
     def _see_off(self) -> None:
         """Wait on the coordinator, though not for long, until the others have what they need from the store."""
@@ -217,7 +233,7 @@ class Ranks:
         if not isinstance(part, _Large):
             return part
         buffer = torch.empty(part.nbytes, dtype=torch.uint8)
-        dist.recv(buffer, src=self.ranks[rank], group=self.control_group(), tag=SEND_TAG)
+        self.control_group().recv([buffer], rank, SEND_TAG).wait()
         return buffer.numpy().tobytes()
 
     def _set(self, name: str, value: object) -> None:
@@ -313,17 +329,6 @@ class Ranks:
 
     def _key(self, name: str) -> str:
         return f"{self._rounds}/{name}"
-
-
-def device_types(group: dist.ProcessGroup) -> frozenset[str]:
-    """The types of devices for whose tensors a group has a backend."""
-    return frozenset(device.type for device in group._device_types)
-
-
-def _control_group(ranks: list[int]) -> dist.ProcessGroup:
-    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 def _inline(part: bytes | Failure, inline_bytes: int) -> bytes | Failure | _Large:
