@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import mmap
 import os
 import pickle
@@ -35,6 +36,7 @@ class Arena:
         self.fd = fd
         self._memory = memory
         self.address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
         self._unpin: Any = None
 
     @classmethod
@@ -62,7 +64,7 @@ class Arena:
         """Let CUDA copy to it directly. Does nothing where it does already, or where CUDA refuses."""
         if self._unpin is not None:
             return
-        runtime = torch.cuda.cudart()
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         portable = 1
         if int(runtime.cudaHostRegister(self.address, self.nbytes, portable)) == 0:
             self._unpin = runtime.cudaHostUnregister
@@ -76,11 +78,19 @@ class Arena:
             os.close(self.fd)
             self.fd = None
         self._memory = None
+        self._typed = {}
 
-    def tensor(self, byte_offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """A contiguous tensor over the bytes that are there. ``shape`` has elements."""
-        flat = torch.frombuffer(self._memory, dtype=dtype, offset=byte_offset, count=_count(shape))
-        return flat.view(shape)
+    def tensor(
+        self, byte_offset: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """A tensor over the bytes that are there, contiguous without ``stride``."""
+        typed = self._typed.get(dtype)
+        if typed is None:
+            typed = torch.frombuffer(self._memory, dtype=dtype, count=self.nbytes // dtype.itemsize)
+            self._typed[dtype] = typed
+        if stride is None:
+            stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        return typed.as_strided(shape, stride, byte_offset // dtype.itemsize)
 
     def array(self, byte_offset: int, dtype: np.dtype[Any], shape: Sequence[int]) -> npt.NDArray[Any]:
         return np.ndarray(shape, dtype, self._memory, byte_offset)
@@ -89,13 +99,6 @@ class Arena:
         """Where in this arena the bytes are; None if they are not."""
         offset = address - self.address
         return offset if 0 <= offset <= self.nbytes - nbytes else None
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
 
 
 def _private_memory(nbytes: int) -> mmap.mmap:
@@ -131,7 +134,7 @@ def _memory_file(nbytes: int) -> int:
 
 
 _Place: TypeAlias = tuple[int | None, int, Any, tuple[int, ...]]
-"""The number of an arena (None: nowhere, since it is empty), the byte offset in it, a dtype of torch or numpy, a shape."""
+"""The number of an arena (None where there are no elements), byte offset, dtype of torch or numpy, shape."""
 
 
 class ArenaPickler(pickle.Pickler):
