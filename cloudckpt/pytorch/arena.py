@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cloudckpt.pytorch.host_memory import available_bytes
+
 ALIGNMENT = 64
 """Of everything in an arena: a line of the cache, and what numpy and stored packs align to."""
 
@@ -41,11 +43,14 @@ class Arena:
 
     @classmethod
     def make(cls, number: int, nbytes: int, *, shared: bool, device_type: str = "cpu") -> Arena:
-        """Raises MemoryError or OSError where the machine has not that much.
+        """Raises MemoryError where the machine has not that much, and OSError where the system refuses.
 
         ``device_type``: of the device that will copy to it. CUDA takes any memory (`pin`); of others only torch
         knows how to pin, and only memory that is not shared.
         """
+        available = available_bytes()
+        if available is not None and nbytes > available:  # asked for all the same, Linux would kill some process
+            raise MemoryError(f"only {available} bytes of memory are left")
         if shared:
             fd = _memory_file(nbytes)
             return cls(number, nbytes, fd=fd, memory=_advised(mmap.mmap(fd, nbytes)))

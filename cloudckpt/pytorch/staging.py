@@ -138,8 +138,8 @@ class StagingPool:
             return Arena.make(next(self._numbers), size, shared=self._shared, device_type=device_type)
         except (MemoryError, OSError, RuntimeError) as error:
             raise InvalidStateError(
-                f"the system has no memory for a private copy of this rank's state ({size} bytes): {error}; "
-                "use save(), which takes none"
+                f"the private copy that a background save takes of this rank's state has {size} bytes, and there is "
+                f"no memory for it: {error}. Use save(), which takes none"
             ) from error
 
     def _drop_free(self) -> None:
