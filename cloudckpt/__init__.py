@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cloudckpt.plan.parallel import ParallelConfig
     from cloudckpt.plan.rename import Concatenate, Split, Stack, Transpose, Unstack
     from cloudckpt.plan.rules import ShardingRules
+    from cloudckpt.pytorch.deferred import register_staging
     from cloudckpt.pytorch.flat import FlatShards
     from cloudckpt.pytorch.per_rank import PerRank
     from cloudckpt.pytorch.sharded import Piece, ShardedTensor
@@ -63,6 +64,7 @@ _HOMES = {
     "open_checkpoint": "cloudckpt.checkpoint",
     "open_zarr": "cloudckpt.interop.zarr_view",
     "read": "cloudckpt._read",
+    "register_staging": "cloudckpt.pytorch.deferred",
     "save": "cloudckpt._save",
 }
 
@@ -98,6 +100,7 @@ __all__ = [
     "open_checkpoint",
     "open_zarr",
     "read",
+    "register_staging",
     "save",
 ]
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,11 +32,28 @@ _LIBRARIES: list[torch.library.Library] = []
 """Kernels are there as long as their library is."""
 
 
+class Stream:
+    """Copies to the host that may return at once are made when somebody waits for them, and no sooner."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.queue: list[Callable[[], Any]] = []
+        self.waits_for: list[Stream] = []
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.waits_for.append(stream)
+
+    def synchronize(self) -> None:
+        for call in self.queue:
+            call()
+        self.queue.clear()
+
+
 class _Module:
     """``torch.pretend``."""
 
     def __init__(self) -> None:
         self._current = 0
+        self._streams: list[Stream] = [Stream()]
 
     def is_initialized(self) -> bool:
         return True
@@ -56,7 +74,22 @@ class _Module:
         self._current = device if isinstance(device, int) else torch.device(device).index or 0
 
     def synchronize(self, device: Any = None) -> None:
-        """Everything is done by the time that a call returns."""
+        """Everything but what is queued on a stream is done by the time that a call returns."""
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return self._streams[-1]
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        self._streams.append(stream)
+        try:
+            yield
+        finally:
+            self._streams.pop()
+
+    @property
+    def Stream(self) -> type[Stream]:  # noqa: N802  # as torch.cuda has it
+        return Stream
 
     def manual_seed_all(self, seed: int) -> None:
         """Random numbers are the CPU generator's."""
@@ -173,8 +206,17 @@ def _as_strided(
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Both ways, and from pretend to pretend."""
     ends = [host_view(end) if end.device.type == NAME else end for end in (target, source)]
-    ends[0].copy_(ends[1])
+    stream = torch.get_device_module(NAME).current_stream()
+    if non_blocking and stream.waits_for:  # a side stream that somebody made
+        stream.queue.append(functools.partial(ends[0].copy_, ends[1]))
+    else:
+        ends[0].copy_(ends[1])
     return target
+
+
+def _foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], non_blocking: bool = False) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        _copy(target, source, non_blocking)
 
 
 def _resize(
@@ -194,6 +236,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "empty_strided": _empty_strided,
     "as_strided": _as_strided,
     "copy_": _copy,
+    "_foreach_copy_": _foreach_copy,
     "resize_": _resize,
 }
 

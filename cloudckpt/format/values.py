@@ -39,6 +39,7 @@ __all__ = [
     "decode",
     "dotted",
     "encode",
+    "pickled",
     "register",
     "register_reducer",
 ]
@@ -47,6 +48,7 @@ Path: TypeAlias = tuple[Any, ...]
 Node: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
 LeafEncoder: TypeAlias = Callable[[Path, Any], Node]
 LeafDecoder: TypeAlias = Callable[[dict[str, Any]], Any]
+Deferrer: TypeAlias = Callable[[Path, Any, dict[str, Any]], bool]
 
 MAX_DEPTH = 200
 
@@ -66,14 +68,32 @@ def _repr(element: object) -> str:
         return f"<{type(element).__name__}>"
 
 
-def encode(value: Any, *, leaf: LeafEncoder | None = None, allow_pickle: bool = False, path: Path = ()) -> Node:
+def encode(
+    value: Any,
+    *,
+    leaf: LeafEncoder | None = None,
+    allow_pickle: bool = False,
+    defer: Deferrer | None = None,
+    path: Path = (),
+) -> Node:
     """The node of ``value``; InvalidStateError, naming the dotted path, for what is not plain.
 
     ``leaf(path, obj)`` is asked first about every value (not about dict keys and members of sets); it
     returns the node of what it takes, an object with a tag of its own, and None for the rest.
-    ``path`` is where ``value`` stands, for a leaf that encodes what it wraps.
+    ``defer(path, obj, node)`` is asked about what would be pickled, outside of sets: True if the caller will put the
+    `pickled` fields into ``node`` later. ``path`` is where ``value`` stands, for a leaf that encodes what it wraps.
     """
-    return _Encoder(leaf, allow_pickle).node(value, path)
+    return _Encoder(leaf, allow_pickle, defer).node(value, path)
+
+
+def pickled(value: Any, path: Path) -> dict[str, Any]:
+    """The fields of the node of a pickled value. Raises InvalidStateError, naming the path."""
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer, protocol=5).dump(value)
+    except Exception as error:  # any class may raise anything in __reduce__
+        raise InvalidStateError(f"{_where(path)}: {type(value).__qualname__} cannot be pickled: {error}") from error
+    return pack_bytes(buffer.getvalue())
 
 
 def decode(node: Any, *, leaf: LeafDecoder | None = None, allow_pickle: bool = False) -> Any:
@@ -108,18 +128,13 @@ class _Pickler(pickle.Pickler):
         return next((reduce(obj) for kind, reduce in _REDUCERS.items() if isinstance(obj, kind)), NotImplemented)
 
 
-def _pickled(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=5).dump(value)
-    return buffer.getvalue()
-
-
 class _Encoder:
     """Two frames of the stack per level of nesting, so that `MAX_DEPTH` stays clear of Python's limit."""
 
-    def __init__(self, leaf: LeafEncoder | None, allow_pickle: bool) -> None:
+    def __init__(self, leaf: LeafEncoder | None, allow_pickle: bool, defer: Deferrer | None) -> None:
         self.leaf = leaf
         self.allow_pickle = allow_pickle
+        self.defer = defer
         self.open: list[int] = []  # ids of the containers around the current value
 
     def node(self, value: Any, path: Path) -> Node:
@@ -173,10 +188,10 @@ class _Encoder:
                 f"{reason}. Convert it to plain values, put an object with state_dict() and load_state_dict() there,"
                 " leave it out, or pass allow_pickle=True to both save and load"
             )
-        try:
-            return {"$": "pickle", **pack_bytes(_pickled(value))}
-        except Exception as error:  # any class may raise anything in __reduce__
-            raise InvalidStateError(f"{_where(path)}: {kind.__qualname__} cannot be pickled: {error}") from error
+        node: dict[str, Any] = {"$": "pickle"}
+        if self.defer is None or not self.defer(path, value, node):
+            node.update(pickled(value, path))
+        return node
 
     def items(self, values: Iterable[Any], path: Path) -> list[Any]:
         nodes = []
@@ -187,7 +202,7 @@ class _Encoder:
     def members(self, values: Iterable[Any], path: Path) -> list[Any]:
         nodes = []
         for value in values:
-            nodes.append(self.without_leaf(value, path))  # noqa: PERF401  # frames, see the class
+            nodes.append(self.alone(value, path))  # noqa: PERF401  # frames, see the class
         # Ranks iterate over equal sets in different orders; their nodes must be equal all the same.
         return sorted(nodes, key=json.dumps)
 
@@ -205,12 +220,14 @@ class _Encoder:
         fault = _key_fault(key)
         if fault:
             raise InvalidStateError(f"{_where(path)}: {fault}")
-        return self.without_leaf(key, path)
+        return self.alone(key, path)
 
-    def without_leaf(self, value: Any, path: Path) -> Node:
-        leaf, self.leaf = self.leaf, None
+    def alone(self, value: Any, path: Path) -> Node:
+        """Without ``leaf`` and ``defer``."""
+        kept = self.leaf, self.defer
+        self.leaf = self.defer = None
         node = self.node(value, path)
-        self.leaf = leaf
+        self.leaf, self.defer = kept
         return node
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import mmap
 import os
 import pickle
@@ -14,6 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from cloudckpt.pytorch.host_memory import available_bytes
 
 ALIGNMENT = 64
 """Of everything in an arena: a line of the cache, and what numpy and stored packs align to."""
@@ -35,15 +38,19 @@ class Arena:
         self.fd = fd
         self._memory = memory
         self.address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
         self._unpin: Any = None
 
     @classmethod
     def make(cls, number: int, nbytes: int, *, shared: bool, device_type: str = "cpu") -> Arena:
-        """Raises MemoryError or OSError where the machine has not that much.
+        """Raises MemoryError where the machine has not that much, and OSError where the system refuses.
 
         ``device_type``: of the device that will copy to it. CUDA takes any memory (`pin`); of others only torch
         knows how to pin, and only memory that is not shared.
         """
+        available = available_bytes()
+        if available is not None and nbytes > available:  # asked for all the same, Linux would kill some process
+            raise MemoryError(f"only {available} bytes of memory are left")
         if shared:
             fd = _memory_file(nbytes)
             return cls(number, nbytes, fd=fd, memory=_advised(mmap.mmap(fd, nbytes)))
@@ -62,7 +69,7 @@ class Arena:
         """Let CUDA copy to it directly. Does nothing where it does already, or where CUDA refuses."""
         if self._unpin is not None:
             return
-        runtime = torch.cuda.cudart()
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         portable = 1
         if int(runtime.cudaHostRegister(self.address, self.nbytes, portable)) == 0:
             self._unpin = runtime.cudaHostUnregister
@@ -76,11 +83,19 @@ class Arena:
             os.close(self.fd)
             self.fd = None
         self._memory = None
+        self._typed = {}
 
-    def tensor(self, byte_offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """A contiguous tensor over the bytes that are there. ``shape`` has elements."""
-        flat = torch.frombuffer(self._memory, dtype=dtype, offset=byte_offset, count=_count(shape))
-        return flat.view(shape)
+    def tensor(
+        self, byte_offset: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """A tensor over the bytes that are there, contiguous without ``stride``."""
+        typed = self._typed.get(dtype)
+        if typed is None:
+            typed = torch.frombuffer(self._memory, dtype=dtype, count=self.nbytes // dtype.itemsize)
+            self._typed[dtype] = typed
+        if stride is None:
+            stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        return typed.as_strided(shape, stride, byte_offset // dtype.itemsize)
 
     def array(self, byte_offset: int, dtype: np.dtype[Any], shape: Sequence[int]) -> npt.NDArray[Any]:
         return np.ndarray(shape, dtype, self._memory, byte_offset)
@@ -89,13 +104,6 @@ class Arena:
         """Where in this arena the bytes are; None if they are not."""
         offset = address - self.address
         return offset if 0 <= offset <= self.nbytes - nbytes else None
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
 
 
 def _private_memory(nbytes: int) -> mmap.mmap:
@@ -131,7 +139,7 @@ def _memory_file(nbytes: int) -> int:
 
 
 _Place: TypeAlias = tuple[int | None, int, Any, tuple[int, ...]]
-"""The number of an arena (None: nowhere, it is empty), the byte offset in it, a dtype of torch or numpy, a shape."""
+"""The number of an arena (None where there are no elements), byte offset, dtype of torch or numpy, shape."""
 
 
 class ArenaPickler(pickle.Pickler):

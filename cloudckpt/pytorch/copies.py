@@ -139,4 +139,4 @@ def _in_rows(target: torch.Tensor, source: torch.Tensor) -> list[_Pair]:
     if source.nbytes <= ROWS_BYTES or source.is_contiguous():
         return [(target, source)]
     rows = max(1, len(source) * ROWS_BYTES // source.nbytes)
-    return list(zip(target.split(rows), source.split(rows), strict=True))
+    return list(zip(torch.split(target, rows), torch.split(source, rows), strict=True))

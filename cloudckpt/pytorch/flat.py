@@ -137,7 +137,7 @@ class _Boxes(LocalShard):
 
     def moved(self, memory: torch.Tensor | npt.NDArray[Any]) -> LocalShard:
         assert isinstance(memory, torch.Tensor)
-        parts = memory.split([box.pieces[0].box.num_elements for box in self.boxes])
+        parts = torch.split(memory, [box.pieces[0].box.num_elements for box in self.boxes])
         boxes = [box.moved(part.view(box.pieces[0].shape)) for box, part in zip(self.boxes, parts, strict=True)]
         return replace(self, memory=memory, boxes=tuple(boxes))
 

@@ -40,10 +40,13 @@ class PerRank:
         return f"PerRank({self.value!r})"
 
 
-def encode_per_rank(item: PerRank, path: values.Path, allow_pickle: bool) -> dict[str, Any]:
+def encode_per_rank(
+    item: PerRank, path: values.Path, allow_pickle: bool, defer: values.Deferrer | None
+) -> dict[str, Any]:
     value = object_state(item.value) if is_stateful(item.value) else item.value
     leaf = encode_inline if allow_pickle else _inline_no_object
-    return {"$": "per_rank", "value": values.encode(value, leaf=leaf, allow_pickle=allow_pickle, path=path)}
+    node = values.encode(value, leaf=leaf, allow_pickle=allow_pickle, defer=defer, path=path)
+    return {"$": "per_rank", "value": node}
 
 
 def _inline_no_object(path: values.Path, obj: Any) -> values.Node:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -100,7 +100,12 @@ class LocalShard:
 
     def moved(self, memory: torch.Tensor | npt.NDArray[Any]) -> LocalShard:
         """The same shard, with its elements in another, contiguous memory of the same shape."""
-        return replace(self, memory=memory)
+        made = object.__new__(type(self))
+        made.__dict__.update(
+            self.__dict__, memory=memory
+        )  # five times as fast as replace(), and called for all tensors
+        made.__dict__.pop("elements", None)
+        return made
 
     def read(self, box: Box, stored_shape: tuple[int, ...], scratch: Scratch) -> Bytes1D:
         """The bytes of a global box that lies in one piece, in C order, padded with zeros to ``stored_shape``."""

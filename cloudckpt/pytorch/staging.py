@@ -138,8 +138,8 @@ class StagingPool:
             return Arena.make(next(self._numbers), size, shared=self._shared, device_type=device_type)
         except (MemoryError, OSError, RuntimeError) as error:
             raise InvalidStateError(
-                f"the system has no memory for a private copy of this rank's state ({size} bytes): {error}; "
-                "use save(), which takes none"
+                f"the private copy that a background save takes of this rank's state has {size} bytes, and there is "
+                f"no memory for it: {error}. Use save(), which takes none"
             ) from error
 
     def _drop_free(self) -> None:
@@ -192,7 +192,8 @@ def _copied(
     if isinstance(source, torch.Tensor):
         if arena is None or source.numel() == 0:
             return torch.empty(source.shape, dtype=source.dtype)
-        tensor = arena.tensor(byte_offset, source.dtype, source.shape)
+        stride = source.stride() if source.is_contiguous() else None
+        tensor = arena.tensor(byte_offset, source.dtype, source.shape, stride)
         copies.add_tensor(tensor, source)
         return tensor
     if arena is None or source.nbytes == 0:

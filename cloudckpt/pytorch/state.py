@@ -16,6 +16,7 @@ from cloudckpt.format.scalars import MAX_BARE_INT
 from cloudckpt.format.tree import key_token
 from cloudckpt.plan.shard import PieceTable
 from cloudckpt.plan.tree import LeafSpec, RankTree, Tie
+from cloudckpt.pytorch.deferred import Deferrals, Deferred
 from cloudckpt.pytorch.describe import Describer
 from cloudckpt.pytorch.digest import piece_digests
 from cloudckpt.pytorch.flat import FlatShard, FlatShards
@@ -32,12 +33,13 @@ from cloudckpt.pytorch.training import TrainingState, Within
 class RankState:
     """What one rank saves: its tree, and a shard for every array that is not an alias, by id.
 
-    ``declared``: see `TrainingState.declared`.
+    ``declared``: see `TrainingState.declared`. ``deferred``: must be finished before the tree is used.
     """
 
     tree: RankTree
     shards: Mapping[str, LocalShard]
     declared: Mapping[str, bool] = field(default_factory=dict)
+    deferred: tuple[Deferred, ...] = ()
 
     @property
     def meshes(self) -> tuple[MeshEntry, ...]:
@@ -45,12 +47,16 @@ class RankState:
         return tuple(sorted(found, key=lambda mesh: (mesh.shape, mesh.dim_names)))
 
 
-def encode_state(state: Any, *, allow_pickle: bool, describer: Describer) -> RankState:
-    """Raises InvalidStateError, naming the path, for anything that cannot be stored."""
-    collector = _Collector(allow_pickle, describer)
+def encode_state(state: Any, *, allow_pickle: bool, describer: Describer, defer_pickles: bool = False) -> RankState:
+    """Raises InvalidStateError, naming the path, for anything that cannot be stored.
+
+    ``defer_pickles``: objects that a copy can be taken of (`register_staging`) are copied, and pickled later.
+    """
+    collector = _Collector(allow_pickle, describer, Deferrals() if defer_pickles else None)
     with torch.no_grad():  # else autograd takes part in every to_local(), and takes longer than all of the rest
-        node = values.encode(state, leaf=collector.leaf, allow_pickle=allow_pickle)
-    return RankState(RankTree(node, tuple(collector.specs)), collector.shards, collector.declared)
+        node = collector.encode(state, ())
+    tree = RankTree(node, tuple(collector.specs))
+    return RankState(tree, collector.shards, collector.declared, collector.deferred)
 
 
 def piece_table(shards: Mapping[str, LocalShard], order: Mapping[str, int]) -> PieceTable:
@@ -82,8 +88,9 @@ _NEVER_ARRAYS = frozenset({type(None), bool, int, float, str, bytes, dict, list,
 
 
 class _Collector:
-    def __init__(self, allow_pickle: bool, describer: Describer) -> None:
+    def __init__(self, allow_pickle: bool, describer: Describer, deferrals: Deferrals | None) -> None:
         self.allow_pickle = allow_pickle
+        self.deferrals = deferrals
         self.describer = describer
         self.specs: list[LeafSpec] = []
         self.shards: dict[str, LocalShard] = {}
@@ -94,12 +101,19 @@ class _Collector:
         self._training: list[Within] = []
         self._digests: dict[tuple[Any, ...], frozenset[Any]] = {}
 
+    @property
+    def deferred(self) -> tuple[Deferred, ...]:
+        return () if self.deferrals is None else tuple(self.deferrals.taken)
+
+    def encode(self, value: Any, path: values.Path) -> values.Node:
+        return values.encode(value, leaf=self.leaf, allow_pickle=self.allow_pickle, defer=self.deferrals, path=path)
+
     def leaf(self, path: values.Path, obj: Any) -> values.Node:
         if type(obj) in _NEVER_ARRAYS:
             return None
         if is_made_of_tensors(obj):
             parts = tensor_parts(obj, values.dotted(path))
-            node = values.encode(parts, leaf=self.leaf, allow_pickle=self.allow_pickle, path=path)
+            node = self.encode(parts, path)
             check_uncut(node, parts, values.dotted(path))
             return node
         if isinstance(obj, (torch.Tensor, ShardedTensor)):
@@ -112,13 +126,13 @@ class _Collector:
             shard, name = ndarray_shard(obj, values.dotted(path))
             return {"$": "ndarray", "array": self._add(path, shard), "numpy": name, "shape": list(obj.shape)}
         if isinstance(obj, FlatShards):
-            return values.encode(dict(obj), leaf=self.leaf, allow_pickle=self.allow_pickle, path=path)
+            return self.encode(dict(obj), path)
         if isinstance(obj, FlatShard):
             logical = obj.logical_shape
             fields = {} if logical is None else {"logical_shape": list(logical)}
             return {"$": "tensor", "array": self._add(path, obj.stored(values.dotted(path))), **fields}
         if isinstance(obj, PerRank):
-            return encode_per_rank(obj, path, self.allow_pickle)
+            return encode_per_rank(obj, path, self.allow_pickle, self.deferrals)
         if is_stateful(obj):
             inner = object_state(obj)
             self._kept.append(inner)  # ids of temporaries must not be used twice
@@ -127,7 +141,7 @@ class _Collector:
                 around.append(Within(path, obj))
                 self.declared.update(obj.declared(path, [inner]))
             self._training += around
-            node = values.encode(inner, leaf=self.leaf, allow_pickle=self.allow_pickle, path=path)
+            node = self.encode(inner, path)
             del self._training[len(self._training) - len(around) :]
             return node
         return None
