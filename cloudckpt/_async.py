@@ -72,7 +72,7 @@ def async_save(
     coordination = coordination or ("store" if table.size > 1 else "none")
     _check(executor, coordination, table.size)
     alone = table.size == 1
-    seat = table.next_seat() if coordination == "store" and not alone else None
+    seat = table.next_seat(config.rank_timeout_s) if coordination == "store" and not alone else None
     ranks = table.own_ranks(config.rank_timeout_s) if coordination == "collectives" and not alone else None
     options = SaveOptions(
         step=step,
@@ -93,6 +93,7 @@ def async_save(
             allow_pickle=allow_pickle,
             rank=table.rank,
             size=table.size,
+            defer_pickles=True,
         )
 
     lane = _LANES[executor]

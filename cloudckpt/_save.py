@@ -88,15 +88,18 @@ def prepare(
     allow_pickle: bool,
     rank: int,
     size: int,
+    defer_pickles: bool = False,
 ) -> Prepared:
     """This rank's part of a save: plain values are taken as they are now, tensors stay where they are. Local.
+
+    ``defer_pickles``: see `encode_state`.
 
     Raises InvalidStateError for options and states that cannot be saved.
     """
     _check_options(options)
     describer = Describer(rules, rank, size)
     with paused_gc():
-        encoded = encode_state(state, allow_pickle=allow_pickle, describer=describer)
+        encoded = encode_state(state, allow_pickle=allow_pickle, describer=describer, defer_pickles=defer_pickles)
         skeleton, held = split(encoded.tree.node)
         pieces = piece_table(encoded.shards, {name: i for i, name in enumerate(encoded.shards)})
     matched = tuple(sorted(describer.matched))

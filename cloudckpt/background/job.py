@@ -6,15 +6,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cloudckpt._write import Commit, Prepared, run_save
 from cloudckpt.config import Config
 from cloudckpt.errors import CloudckptError
+from cloudckpt.pytorch.deferred import finish
 from cloudckpt.pytorch.group import Alone, Group
+from cloudckpt.pytorch.messages import Session
 from cloudckpt.pytorch.seats import Seat
-from cloudckpt.pytorch.store_ranks import Session, StoreRanks
+from cloudckpt.pytorch.store_ranks import StoreRanks
 from cloudckpt.store.resolve import resolve
 
 
@@ -31,14 +33,17 @@ class Job:
     config: Config
     seat: Seat | None
 
-    def fill(self) -> None:
-        """What was left to the background, but needs this process's own types."""
-        return
+    def finished(self) -> Job:
+        """With all that was left to the background, and must be done in the process that it was left in."""
+        if not isinstance(self.prepared, Prepared) or not self.prepared.state.deferred:
+            return self
+        state = self.prepared.state
+        finish(state.deferred)
+        return replace(self, prepared=replace(self.prepared, state=replace(state, deferred=())))
 
     def prepare(self) -> Prepared:
         if isinstance(self.prepared, CloudckptError):
             raise self.prepared
-        self.fill()
         return self.prepared
 
 
@@ -85,7 +90,7 @@ def _kept_for(session: Session) -> dict[type, Any]:
 
 
 def give_up(job: Job, error: CloudckptError) -> None:
-    """Tell the other ranks that this one's part is lost, wherever in the save they are."""
+    """Tell the other ranks, who would wait for it, that this one's part is lost, wherever in the save they are."""
     if job.seat is None:
         return
     with seated(job) as ranks:

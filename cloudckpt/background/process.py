@@ -20,7 +20,7 @@ from cloudckpt._write import Commit
 from cloudckpt.background.job import Job, give_up
 from cloudckpt.background.pending import Running, close_at_exit
 from cloudckpt.background.wire import Arenas, Ended, Logged, Note, Pipe, Save, Warned
-from cloudckpt.errors import HelperError
+from cloudckpt.errors import CloudckptError, HelperError
 from cloudckpt.pytorch.arena import arena_dumps
 from cloudckpt.pytorch.group import Group
 from cloudckpt.pytorch.staging import StagingPool
@@ -48,7 +48,7 @@ class ProcessExecutor:
 
     def submit(self, job: Job, running: Running, ranks: Group | None = None) -> None:
         """Returns at once. ``ranks`` are for threads only."""
-        assert ranks is None
+        assert ranks is None, "a helper is in no process group"
         threading.Thread(target=self._run, args=(job, running), name=f"cloudckpt-save-{job.url}", daemon=False).start()
 
     def close(self) -> None:
@@ -67,19 +67,23 @@ class ProcessExecutor:
             running.succeed(outcome)
 
     def _carry(self, job: Job, running: Running) -> Commit:
-        job.fill()
         try:
-            with self._lock:
-                if self._helper is None or not self._helper.is_alive():
-                    self._helper = _Helper()
-                ended = self._helper.begin(job, self._pool, running.note)
-            outcome = ended.get()
-            if isinstance(outcome, BaseException):
-                raise outcome
-        except HelperError as error:
-            give_up(job, error)  # else the other ranks would wait for it
+            ended = self._begin(job.finished(), running)
+        except CloudckptError as error:
+            give_up(job, error)
             raise
+        outcome = ended.get()
+        if isinstance(outcome, HelperError):
+            give_up(job, outcome)
+        if isinstance(outcome, BaseException):
+            raise outcome
         return outcome
+
+    def _begin(self, job: Job, running: Running) -> queue.SimpleQueue[Commit | BaseException]:
+        with self._lock:
+            if self._helper is None or not self._helper.is_alive():
+                self._helper = _Helper()
+            return self._helper.begin(job, self._pool, running.note)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,14 +98,18 @@ class _Helper:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(sys.path)],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=_environment(),
-                # Signals for the training's process group are not for it: it ends by itself.
-                start_new_session=True,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(sys.path)],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env=_environment(),
+                    # Signals for the training's process group are not for it: it ends by itself.
+                    start_new_session=True,
+                )
+            except OSError as error:
+                ours.close()
+                raise HelperError(f"no helper process could be started for a background save: {error}") from error
         self._pipe = Pipe(ours)
         self._numbers = itertools.count()
         self._known: set[int] = set()

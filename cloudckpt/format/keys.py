@@ -90,6 +90,12 @@ def parse_sync_rank(key: str) -> int | None:
     return int(name) if re.fullmatch(r"[0-9]{5,9}", name) else None
 
 
+def parse_sync_round(key: str) -> int | None:
+    """The round that a message is of; None for one that is of none."""
+    match = re.match(r"[0-9a-f]{12}\.sync/([0-9]{5,9})/", key)
+    return int(match[1]) or None if match else None
+
+
 def parse_sync_root(key: str) -> str | None:
     """The root of the messages that a key relative to the checkpoint belongs to, or None.
 

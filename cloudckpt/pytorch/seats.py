@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from cloudckpt.pytorch.group import Group, members
-from cloudckpt.pytorch.store_ranks import Session, make_session
+from cloudckpt.pytorch.group import Group, background_ranks, members
+from cloudckpt.pytorch.messages import Session
+from cloudckpt.pytorch.store_ranks import make_session
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,17 @@ class Table:
         self._number = 0
         self._ranks: Group | None = None
 
-    def next_seat(self) -> Seat:
-        """For the next save; all ranks must ask in the same order."""
+    def next_seat(self, timeout_s: float) -> Seat:
+        """For the next save; all ranks must ask in the same order. ``timeout_s``: see `make_group`."""
         if self._session is None:
-            self._session = make_session(self._alive())
+            self._session = make_session(self._alive(), timeout_s)
         self._number += 1
         return Seat(self._session, self._number, self.rank, self.size)
 
     def own_ranks(self, timeout_s: float) -> Group:
         """A group that only background saves use."""
         if self._ranks is None:
-            self._ranks = None  # TODO
+            self._ranks = background_ranks(self._alive(), timeout_s)
         return self._ranks
 
     def _alive(self) -> dist.ProcessGroup:

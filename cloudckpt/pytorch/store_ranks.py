@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from cloudckpt.errors import CloudckptError, StoreError
-from cloudckpt.format.keys import parse_sync_rank, sync_key, sync_root
+from cloudckpt.format.keys import parse_sync_rank, parse_sync_round, sync_key, sync_root
 from cloudckpt.pytorch.group import make_group
 from cloudckpt.pytorch.messages import ForgedMessageError, Messages, Session
 from cloudckpt.pytorch.pace import Pace, Signs
@@ -102,6 +102,15 @@ class StoreRanks:
         if isinstance(outcome, Failure):
             raise outcome.error from (mine.error if isinstance(mine, Failure) else None)
         return unpacked(outcome)  # type: ignore[no-any-return]
+
+    def abandon(self, error: CloudckptError) -> None:
+        """For a rank that is no longer in any round, such as one whose process has died: the others hear ``error``."""
+        failure = Failure(error, False)
+        found = [number for key in self._messages.keys(self._root) if (number := parse_sync_round(key)) is not None]
+        # That of its last message may be over. More than one more cannot have begun without it.
+        for self._rounds in (max(found, default=1), max(found, default=0) + 1):
+            self._tell_failure()
+            self._tell(self._key("outcome") if self.rank == COORDINATOR else self._key("here", self.rank), failure)
 
     def _take_outcome(self) -> bytes | Failure:
         """On all but the coordinator, which sees by the message that is gone then that the outcome was taken."""
