@@ -197,7 +197,8 @@ class StoreRanks:
             logger.warning("messages below %s in %s are left to the sweep: %s", self._root, self._url, error)
             return
         stays = {self._key("outcome")} if are_waiting or self._late else set()
-        self._messages.delete(set(found) - stays)
+        next_round = sync_key(self._root, self._rounds + 1, "")  # in which others may be already, after a failure
+        self._messages.delete(key for key in found if key < next_round and key not in stays)
 
     def _tell(self, key: str, message: bytes | Failure) -> None:
         is_failure = isinstance(message, Failure)
