@@ -152,21 +152,21 @@ class StoreRanks:
         return outcome
 
     def _lost_touch(self, error: StoreError) -> str:
-        return f"cannot exchange messages with the other ranks through {self._url}: {error}"
+        return (
+            f"cannot exchange messages with the other ranks through {self._url}: {error} "
+            "(they need rights to put, get, list and delete there; coordination='collectives' does without)"
+        )
 
     def _await_parts(self, parts: dict[int, bytes | Failure]) -> list[int]:
         """Fill in what the others say; returns the ranks that neither arrive nor give a sign of life."""
         signs, pauses = Signs(self._count_beats, self.timeout_s), self._pace.pauses()
         while True:
-            before = len(parts)
             self._fetch_parts(parts)
             missing = [rank for rank in range(self.size) if rank not in parts]
             if not missing:
                 return []
             if late := signs.silent(missing):
                 return late
-            if len(parts) > before:
-                pauses = self._pace.pauses()  # the others will not be long
             time.sleep(next(pauses))
 
     def _fetch_parts(self, parts: dict[int, bytes | Failure]) -> None:
@@ -197,7 +197,8 @@ class StoreRanks:
             logger.warning("messages below %s in %s are left to the sweep: %s", self._root, self._url, error)
             return
         stays = {self._key("outcome")} if are_waiting or self._late else set()
-        self._messages.delete(set(found) - stays)
+        next_round = sync_key(self._root, self._rounds + 1, "")  # in which others may be already, after a failure
+        self._messages.delete(key for key in found if key < next_round and key not in stays)
 
     def _tell(self, key: str, message: bytes | Failure) -> None:
         is_failure = isinstance(message, Failure)

@@ -28,6 +28,7 @@ READ_BYTES = 1024 * 1024
 
 _TRANSIENT = {errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE, errno.EINTR}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 
 
@@ -160,8 +161,14 @@ class LocalStore:
 
     def _open(self, key: str) -> int:
         """A descriptor of a regular file: a FIFO would wait for a writer, a device may do anything."""
+        path = self._path(key)
         with self._reading(key):
-            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                descriptor = os.open(path, _READ_FLAGS)
+            except FileNotFoundError:
+                # An NFS client believes for half a minute that a name is still absent, unless its folder is opened.
+                os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+                descriptor = os.open(path, _READ_FLAGS)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise NotFoundError(f"no object {key} in {self._root}: it is no file")

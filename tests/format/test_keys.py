@@ -151,6 +151,26 @@ def test_keys_of_an_attempt():
         assert keys.check_key(key) == key
 
 
+def test_keys_of_messages():
+    root = keys.sync_root("session", 7)
+    assert re.fullmatch(r"[0-9a-f]{12}\.sync", root)
+    assert root == keys.sync_root("session", 7)
+    assert len({keys.sync_root(session, number) for session in ("a", "a/1", "b") for number in range(20)}) == 60
+    whose, all_ranks = keys.sync_key(root, 2, "here", 4095), keys.sync_key(root, 2, "outcome")
+    assert (whose, all_ranks) == (f"{root}/00002/here/04095", f"{root}/00002/outcome")
+    assert [keys.parse_sync_rank(key) for key in (whose, all_ranks, f"{root}/x/-1")] == [4095, None, None]
+    for key in (whose, all_ranks, root):
+        assert keys.check_key(key) == key
+        assert keys.parse_sync_root(key) == root
+
+
+@pytest.mark.parametrize(
+    "key", ["manifest.json", "0123456789ab/r00000-000.zarr.zip", "0123456789ab.synced/x", "a.sync/x"]
+)
+def test_keys_of_other_things_are_no_messages(key):
+    assert keys.parse_sync_root(key) is None
+
+
 @pytest.mark.parametrize(
     "key",
     [

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -258,3 +259,22 @@ def test_exactly_one_process_wins(tmp_path: Path):
     assert sorted(answers) == ["False", "False", "False", "True"]
     assert LocalStore(tmp_path).get("manifest") == str(answers.index("True")).encode()
     assert files_below(tmp_path) == ["manifest"]
+
+
+def test_a_file_that_is_new_to_an_nfs_client_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Which goes on saying that it is absent until its folder is opened."""
+    store = LocalStore(tmp_path)
+    store.put("folder/new", b"data")
+    real_open, stale = os.open, {str(tmp_path / "folder/new")}
+
+    def caching_open(path: Any, *args: Any) -> int:
+        if str(path) in stale:
+            raise FileNotFoundError(errno.ENOENT, "as it was", str(path))
+        if Path(path).is_dir():
+            stale.clear()
+        return real_open(path, *args)
+
+    monkeypatch.setattr(os, "open", caching_open)
+    assert store.get("folder/new") == b"data"
+    with pytest.raises(NotFoundError, match="no object folder/old"):
+        store.get("folder/old")
