@@ -9,7 +9,8 @@ import mmap
 import os
 import pickle
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -85,25 +86,26 @@ class Arena:
         self._memory = None
         self._typed = {}
 
-    def tensor(
-        self, byte_offset: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None = None
-    ) -> torch.Tensor:
-        """A tensor over the bytes that are there, contiguous without ``stride``."""
+    def tensor(self, byte_offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """A contiguous tensor over the bytes that are there."""
         typed = self._typed.get(dtype)
         if typed is None:
             typed = torch.frombuffer(self._memory, dtype=dtype, count=self.nbytes // dtype.itemsize)
             self._typed[dtype] = typed
-        if stride is None:
-            stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        return typed.as_strided(shape, stride, byte_offset // dtype.itemsize)
+        return typed.as_strided(shape, _strides(shape), byte_offset // dtype.itemsize)
 
-    def array(self, byte_offset: int, dtype: np.dtype[Any], shape: Sequence[int]) -> npt.NDArray[Any]:
+    def array(self, byte_offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
         return np.ndarray(shape, dtype, self._memory, byte_offset)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Where in this arena the bytes are; None if they are not."""
         offset = address - self.address
         return offset if 0 <= offset <= self.nbytes - nbytes else None
+
+
+@lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple([math.prod(shape[dim + 1 :]) for dim in range(len(shape))])
 
 
 def _private_memory(nbytes: int) -> mmap.mmap:

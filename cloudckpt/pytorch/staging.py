@@ -192,8 +192,7 @@ def _copied(
     if isinstance(source, torch.Tensor):
         if arena is None or source.numel() == 0:
             return torch.empty(source.shape, dtype=source.dtype)
-        stride = source.stride() if source.is_contiguous() else None
-        tensor = arena.tensor(byte_offset, source.dtype, source.shape, stride)
+        tensor = arena.tensor(byte_offset, source.dtype, source.shape)
         copies.add_tensor(tensor, source)
         return tensor
     if arena is None or source.nbytes == 0:
