@@ -46,8 +46,8 @@ class StagingPool:
     """Arenas for private copies, one for each save that is under way; each is used again once it was released.
 
     ``shared``: other processes can map the arenas, which take a file descriptor each. ``max_bytes``: of all arenas
-    together; None for no limit. Where the state has grown, an arena is replaced by a larger one. Threads may
-    share a pool. A forked child begins with an empty one.
+    together; None for no limit; counts when the next is made. Where the state has grown, an arena is replaced by
+    a larger one. Threads may share a pool. A forked child begins with an empty one.
     """
 
     def __init__(self, *, shared: bool, max_bytes: int | None) -> None:
