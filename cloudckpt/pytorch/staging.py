@@ -76,13 +76,16 @@ class StagingPool:
         """
         with paused_gc():
             plan = _Plan(shards)
-            arena = self._take(plan.nbytes, plan.device_type, timeout_s) if plan.nbytes else None
-            try:
+        arena = self._take(plan.nbytes, plan.device_type, timeout_s) if plan.nbytes else None
+        try:
+            if arena is not None and plan.device_type == "cuda":
+                arena.pin()
+            with paused_gc():
                 return Staged(plan.copy_to(arena), plan.nbytes, arena, self)
-            except BaseException:
-                if arena is not None:
-                    self.give_back(arena)
-                raise
+        except BaseException:
+            if arena is not None:
+                self.give_back(arena)
+            raise
 
     def give_back(self, arena: Arena) -> None:
         """`Staged.release` does it."""
@@ -114,9 +117,7 @@ class StagingPool:
                     f"Config.staging_bytes allows, and none ended within {timeout_s:g} s"
                 )
             self._lent.append(arena)
-        if device_type == "cuda":
-            arena.pin()
-        return arena
+            return arena
 
     def _find(self, nbytes: int) -> Arena | None:
         fitting = [arena for arena in self._free if arena.nbytes >= nbytes]
