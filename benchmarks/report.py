@@ -16,6 +16,7 @@ import exchange_bench
 from plan_bench import PlanFigures
 from rich.console import Console
 from rich.table import Table
+from staging_bench import StagingFigures
 from warm_bench import WarmFigures
 
 MIB = 1024 * 1024
@@ -89,6 +90,14 @@ def bars(samples: Sequence[Sample], plans: Sequence[PlanFigures], *, procs: int)
 def warm_bars(figures: WarmFigures) -> list[Bar]:
     size = f"{figures.num_ranks} ranks, {figures.num_tensors:,} tensors"
     return [Bar(f"warm save, {size}: {what}", figure, bar, at_least=False) for what, figure, bar in figures.bars]
+
+
+def staging_bars(measured: Sequence[StagingFigures]) -> list[Bar]:
+    return [
+        Bar(f"copy of {figures.mib} MiB in {figures.num_tensors:,} tensors: {what}", figure, bar, at_least=False)
+        for figures in measured
+        for what, figure, bar in figures.bars
+    ]
 
 
 def exchange_bars(figures: Sequence[exchange_bench.Figures]) -> list[Bar]:

@@ -9,7 +9,9 @@ import mmap
 import os
 import pickle
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -39,7 +41,7 @@ class Arena:
         self._memory = memory
         self.address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         self._typed: dict[torch.dtype, torch.Tensor] = {}
-        self._unpin: Any = None
+        self._is_pinned: bool | None = None  # None: nobody asked for it
 
     @classmethod
     def make(cls, number: int, nbytes: int, *, shared: bool, device_type: str = "cpu") -> Arena:
@@ -66,44 +68,53 @@ class Arena:
         return cls(number, nbytes, fd=fd, memory=mmap.mmap(fd, nbytes))
 
     def pin(self) -> None:
-        """Let CUDA copy to it directly. Does nothing where it does already, or where CUDA refuses."""
-        if self._unpin is not None:
+        """Let CUDA copy to it directly. Where CUDA refuses, its copies are slower, with one warning."""
+        if self._is_pinned is not None:
             return
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         portable = 1
-        if int(runtime.cudaHostRegister(self.address, self.nbytes, portable)) == 0:
-            self._unpin = runtime.cudaHostUnregister
+        status = int(runtime.cudaHostRegister(self.address, self.nbytes, portable))
+        self._is_pinned = status == 0
+        if status != 0:
+            warnings.warn(
+                f"CUDA cannot pin {self.nbytes} bytes of memory for background saves (error {status}): "
+                "the copies that training waits for are slower",
+                stacklevel=2,
+            )
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device="cuda")  # else training's next kernel would raise the error, which CUDA keeps
 
     def close(self) -> None:
         """Give the memory back as soon as nothing in it is referred to."""
-        if self._unpin is not None:
-            self._unpin(self.address)
-            self._unpin = None
+        if self._is_pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
+            self._is_pinned = None
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
         self._memory = None
         self._typed = {}
 
-    def tensor(
-        self, byte_offset: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None = None
-    ) -> torch.Tensor:
-        """A tensor over the bytes that are there, contiguous without ``stride``."""
+    def tensor(self, byte_offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """A contiguous tensor over the bytes that are there."""
         typed = self._typed.get(dtype)
         if typed is None:
             typed = torch.frombuffer(self._memory, dtype=dtype, count=self.nbytes // dtype.itemsize)
             self._typed[dtype] = typed
-        if stride is None:
-            stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        return typed.as_strided(shape, stride, byte_offset // dtype.itemsize)
+        return typed.as_strided(shape, _strides(shape), byte_offset // dtype.itemsize)
 
-    def array(self, byte_offset: int, dtype: np.dtype[Any], shape: Sequence[int]) -> npt.NDArray[Any]:
+    def array(self, byte_offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
         return np.ndarray(shape, dtype, self._memory, byte_offset)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Where in this arena the bytes are; None if they are not."""
         offset = address - self.address
         return offset if 0 <= offset <= self.nbytes - nbytes else None
+
+
+@lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple([math.prod(shape[dim + 1 :]) for dim in range(len(shape))])
 
 
 def _private_memory(nbytes: int) -> mmap.mmap:
@@ -121,21 +132,27 @@ def _advised(memory: mmap.mmap) -> mmap.mmap:
 
 
 def _memory_file(nbytes: int) -> int:
-    """A file without a name, in memory where the system has such. All of it is there: no write to it can fail."""
+    """A file without a name, in memory where the system has such."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("cloudckpt-staging", os.MFD_CLOEXEC)
-    else:
-        with tempfile.TemporaryFile(prefix="cloudckpt-staging-") as file:
-            fd = os.dup(file.fileno())
+        os.ftruncate(fd, nbytes)  # its pages come with the first writes, and only then can be huge
+        return fd
+    with tempfile.TemporaryFile(prefix="cloudckpt-staging-") as file:
+        fd = os.dup(file.fileno())
     try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, nbytes)
-        else:
-            os.ftruncate(fd, nbytes)
+        _reserve(fd, nbytes)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """A write to a mapped page that the disk has no room for would end the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, nbytes)
+    else:
+        os.ftruncate(fd, nbytes)
 
 
 _Place: TypeAlias = tuple[int | None, int, Any, tuple[int, ...]]

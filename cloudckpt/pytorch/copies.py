@@ -93,7 +93,7 @@ class Copies:
                 future.result()
 
     def _num_helpers(self) -> int:
-        return min(MAX_THREADS, len(os.sched_getaffinity(0)), len(self._blocks)) - 1
+        return min(MAX_THREADS, os.cpu_count() or 1, len(self._blocks)) - 1
 
     def _copy_blocks(self) -> None:
         # memmove and not torch: it lets other threads run Python, and starts no threads of its own for each of these.

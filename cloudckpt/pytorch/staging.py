@@ -46,8 +46,8 @@ class StagingPool:
     """Arenas for private copies, one for each save that is under way; each is used again once it was released.
 
     ``shared``: other processes can map the arenas, which take a file descriptor each. ``max_bytes``: of all arenas
-    together; None for no limit. Where the state has grown, an arena is replaced by a larger one. Threads may
-    share a pool. A forked child begins with an empty one.
+    together; None for no limit; counts when the next is made. Where the state has grown, an arena is replaced by
+    a larger one. Threads may share a pool. A forked child begins with an empty one.
     """
 
     def __init__(self, *, shared: bool, max_bytes: int | None) -> None:
@@ -76,13 +76,16 @@ class StagingPool:
         """
         with paused_gc():
             plan = _Plan(shards)
-            arena = self._take(plan.nbytes, plan.device_type, timeout_s) if plan.nbytes else None
-            try:
+        arena = self._take(plan.nbytes, plan.device_type, timeout_s) if plan.nbytes else None
+        try:
+            if arena is not None and plan.device_type == "cuda":
+                arena.pin()
+            with paused_gc():
                 return Staged(plan.copy_to(arena), plan.nbytes, arena, self)
-            except BaseException:
-                if arena is not None:
-                    self.give_back(arena)
-                raise
+        except BaseException:
+            if arena is not None:
+                self.give_back(arena)
+            raise
 
     def give_back(self, arena: Arena) -> None:
         """`Staged.release` does it."""
@@ -114,9 +117,7 @@ class StagingPool:
                     f"Config.staging_bytes allows, and none ended within {timeout_s:g} s"
                 )
             self._lent.append(arena)
-        if device_type == "cuda":
-            arena.pin()
-        return arena
+            return arena
 
     def _find(self, nbytes: int) -> Arena | None:
         fitting = [arena for arena in self._free if arena.nbytes >= nbytes]
@@ -192,8 +193,7 @@ def _copied(
     if isinstance(source, torch.Tensor):
         if arena is None or source.numel() == 0:
             return torch.empty(source.shape, dtype=source.dtype)
-        stride = source.stride() if source.is_contiguous() else None
-        tensor = arena.tensor(byte_offset, source.dtype, source.shape, stride)
+        tensor = arena.tensor(byte_offset, source.dtype, source.shape)
         copies.add_tensor(tensor, source)
         return tensor
     if arena is None or source.nbytes == 0:

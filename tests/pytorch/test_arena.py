@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -63,6 +64,59 @@ def test_memory_that_is_not_there_is_an_error_before_it_is_asked_for(shared: boo
     monkeypatch.setattr(arena_module, "available_bytes", lambda: MIB - 1)
     with pytest.raises(MemoryError, match="only 1048575 bytes of memory are left"):
         Arena.make(0, MIB, shared=shared)
+
+
+def test_without_files_in_memory_a_temporary_one_does(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    arena = filled(shared=True)
+    assert arena.fd is not None
+    assert os.fstat(arena.fd).st_size == MIB
+    arena.tensor(0, torch.uint8, (3,)).copy_(torch.tensor([1, 2, 3]))
+    assert os.pread(arena.fd, 3, 0) == b"\1\2\3"
+
+
+class FakeRuntime:
+    """Of CUDA's, what pins memory."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.calls: list[tuple[int, ...]] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        self.calls.append((address, nbytes, flags))
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.calls.append((address,))
+        return 0
+
+
+def test_cuda_pins_an_arena_once_and_lets_go_of_it(monkeypatch: pytest.MonkeyPatch):
+    runtime = FakeRuntime(0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    arena = filled(shared=True)
+    address = arena.address
+    arena.pin()
+    arena.pin()
+    arena.close()
+    arena.close()
+    assert runtime.calls == [(address, MIB, 1), (address,)]
+
+
+def test_where_cuda_pins_nothing_there_is_one_warning(monkeypatch: pytest.MonkeyPatch):
+    runtime = FakeRuntime(801)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+
+    def raise_what_cuda_kept(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error 801")
+
+    monkeypatch.setattr(torch, "ones", raise_what_cuda_kept)
+    arena = filled()
+    with pytest.warns(UserWarning, match=r"cannot pin 1048576 bytes .* \(error 801\)"):
+        arena.pin()
+    arena.pin()
+    arena.close()
+    assert len(runtime.calls) == 1
 
 
 def test_what_lies_in_arenas_is_pickled_by_its_place():
