@@ -104,7 +104,7 @@ def async_save(
         if not alone:
             cause = error if isinstance(error, CloudckptError) else foreign(error)
             job = Job(cause, pending.url, storage_options, config, seat)
-            _LANES.threads.submit(job, Running(pending, is_known=True), ranks)
+            _LANES.threads.submit(job, Running(pending, is_known=True), ranks=ranks)
         raise
 
     def end() -> None:
@@ -113,7 +113,7 @@ def async_save(
 
     job = Job(copied, pending.url, storage_options, config, seat)
     running = Running(pending, progress=progress, show=table.rank == 0, on_commit=on_commit, on_end=end)
-    lane.executor.submit(job, running, ranks)
+    lane.executor.submit(job, running, arena=staged.arena, ranks=ranks)
     return pending
 
 
@@ -145,7 +145,8 @@ class _Lane:
         try:
             prepared = prepare()
             self._pool.max_bytes = config.staging_bytes
-            staged = self._pool.stage(prepared.state.shards)
+            timeout_s = config.rank_timeout_s if config.when_busy == "wait" else 0.0
+            staged = self._pool.stage(prepared.state.shards, timeout_s=timeout_s)
         except BaseException:
             self.leave()
             raise

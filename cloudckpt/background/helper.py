@@ -16,7 +16,7 @@ import warnings
 from typing import Any
 
 from cloudckpt.background.job import run_job, seated
-from cloudckpt.background.wire import Arenas, Ended, Logged, Note, Pipe, Save, Warned
+from cloudckpt.background.wire import Ended, Logged, NewArena, Note, Pipe, Save, Warned
 from cloudckpt.errors import HelperError
 from cloudckpt.pytorch.arena import Arena, arena_loads
 
@@ -40,9 +40,8 @@ def main(descriptor: int) -> None:
         except (EOFError, OSError):
             return  # the threads are waited for by the interpreter
         message = pickle.loads(data)
-        if isinstance(message, Arenas):
-            for number, nbytes, arena in zip(message.numbers, message.sizes, descriptors, strict=True):
-                arenas[number] = Arena.attached(number, arena, nbytes)
+        if isinstance(message, NewArena):
+            arenas[message.number] = Arena.attached(message.number, descriptors[0], message.nbytes)
         else:
             assert isinstance(message, Save)
             for number in message.gone:

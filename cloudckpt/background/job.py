@@ -42,9 +42,10 @@ class Job:
         return replace(self, prepared=replace(self.prepared, state=replace(state, deferred=())))
 
     def prepare(self) -> Prepared:
-        if isinstance(self.prepared, CloudckptError):
-            raise self.prepared
-        return self.prepared
+        prepared = self.finished().prepared
+        if isinstance(prepared, CloudckptError):
+            raise prepared
+        return prepared
 
 
 def run_job(job: Job, ranks: Group, note: Callable[[int, int], None]) -> Commit:

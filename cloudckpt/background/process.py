@@ -14,14 +14,15 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from cloudckpt._write import Commit
 from cloudckpt.background.job import Job, give_up
 from cloudckpt.background.pending import Running, close_at_exit
-from cloudckpt.background.wire import Arenas, Ended, Logged, Note, Pipe, Save, Warned
+from cloudckpt.background.wire import Ended, Logged, NewArena, Note, Pipe, Save, Warned
 from cloudckpt.errors import CloudckptError, HelperError
-from cloudckpt.pytorch.arena import arena_dumps
+from cloudckpt.pytorch.arena import Arena, arena_dumps
 from cloudckpt.pytorch.group import Group
 from cloudckpt.pytorch.staging import StagingPool
 
@@ -46,10 +47,11 @@ class ProcessExecutor:
         self._lock = threading.Lock()
         close_at_exit(self.close)
 
-    def submit(self, job: Job, running: Running, ranks: Group | None = None) -> None:
-        """Returns at once. ``ranks`` are for threads only."""
+    def submit(self, job: Job, running: Running, *, arena: Arena | None = None, ranks: Group | None = None) -> None:
+        """Returns at once. ``arena``: where the tensors of the job lie; ``ranks`` are for threads only."""
         assert ranks is None, "a helper is in no process group"
-        threading.Thread(target=self._run, args=(job, running), name=f"cloudckpt-save-{job.url}", daemon=False).start()
+        name = f"cloudckpt-save-{job.url}"
+        threading.Thread(target=self._run, args=(job, running, arena), name=name, daemon=False).start()
 
     def close(self) -> None:
         """End the helper, which has nothing to do any more."""
@@ -58,17 +60,17 @@ class ProcessExecutor:
                 self._helper.close()
                 self._helper = None
 
-    def _run(self, job: Job, running: Running) -> None:
+    def _run(self, job: Job, running: Running, arena: Arena | None) -> None:
         try:
-            outcome = self._carry(job, running)
+            outcome = self._carry(job, running, arena)
         except BaseException as error:  # noqa: BLE001  # handed to whoever waits for the result
             running.fail(error)
         else:
             running.succeed(outcome)
 
-    def _carry(self, job: Job, running: Running) -> Commit:
+    def _carry(self, job: Job, running: Running, arena: Arena | None) -> Commit:
         try:
-            ended = self._begin(job.finished(), running)
+            ended = self._begin(job.finished(), running, arena)
         except CloudckptError as error:
             give_up(job, error)
             raise
@@ -79,11 +81,13 @@ class ProcessExecutor:
             raise outcome
         return outcome
 
-    def _begin(self, job: Job, running: Running) -> queue.SimpleQueue[Commit | BaseException]:
+    def _begin(self, job: Job, running: Running, arena: Arena | None) -> queue.SimpleQueue[Commit | BaseException]:
         with self._lock:
             if self._helper is None or not self._helper.is_alive():
                 self._helper = _Helper()
-            return self._helper.begin(job, self._pool, running.note)
+            # Those that the state has outgrown. The job's own is lent, and so among them.
+            alive = frozenset(arena.number for arena in self._pool.arenas)
+            return self._helper.begin(job, arena, alive, running.note)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,21 +126,23 @@ class _Helper:
         return not self._is_gone and self._process.poll() is None
 
     def begin(
-        self, job: Job, pool: StagingPool, note: Callable[[int, int], None]
+        self, job: Job, arena: Arena | None, alive: AbstractSet[int], note: Callable[[int, int], None]
     ) -> queue.SimpleQueue[Commit | BaseException]:
-        """Hand over a job, whose outcome will be in the queue. From one thread at a time."""
-        arenas = list(pool.arenas)
-        data = arena_dumps(job, arenas)
+        """Hand over a job, whose outcome will be in the queue. From one thread at a time.
+
+        ``alive``: numbers of the arenas that a job may lie in; others that the helper has mapped are let go.
+        """
+        data = arena_dumps(job, () if arena is None else (arena,))
         waiting, number = _Waiting(note, queue.SimpleQueue()), next(self._numbers)
         with self._lock:
             self._waiting[number] = waiting
-        new = [arena for arena in arenas if arena.number not in self._known]
         try:
-            if new:
-                message = Arenas(tuple(a.number for a in new), tuple(a.nbytes for a in new))
-                self._pipe.send(pickle.dumps(message), tuple(a.fd for a in new if a.fd is not None))
-            numbers = {arena.number for arena in arenas}
-            gone, self._known = self._known - numbers, numbers
+            if arena is not None and arena.number not in self._known:
+                assert arena.fd is not None, "the helper maps shared arenas only"
+                self._pipe.send(pickle.dumps(NewArena(arena.number, arena.nbytes)), (arena.fd,))
+                self._known.add(arena.number)
+            gone = self._known - alive
+            self._known -= gone
             self._pipe.send(pickle.dumps(Save(number, data, tuple(gone))))
         except OSError as error:
             self._end_all(HelperError(f"the helper process is gone: {error}"))

@@ -6,6 +6,7 @@ import threading
 
 from cloudckpt.background.job import Job, run_job, seated
 from cloudckpt.background.pending import Running
+from cloudckpt.pytorch.arena import Arena
 from cloudckpt.pytorch.group import Group
 
 
@@ -15,7 +16,7 @@ class ThreadExecutor:
     def __init__(self) -> None:
         self._turn: threading.Thread | None = None
 
-    def submit(self, job: Job, running: Running, ranks: Group | None = None) -> None:
+    def submit(self, job: Job, running: Running, *, arena: Arena | None = None, ranks: Group | None = None) -> None:  # noqa: ARG002  # memory is memory here
         before = self._turn if ranks is not None else None
         thread = threading.Thread(
             target=_run, args=(job, running, ranks, before), name=f"cloudckpt-save-{job.url}", daemon=False

@@ -200,3 +200,49 @@ def test_on_commit_and_progress(tmp_path: Path, executor: str, caplog):
         cloudckpt.async_save(state(2.0), tmp_path / "b", executor=executor, on_commit=fail).result(60)
     assert "no such dashboard" in caplog.text
     assert_is(str(tmp_path / "b"), 2.0)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_states_that_grow_while_saves_are_under_way(tmp_path: Path, executor: str):
+    config = cloudckpt.Config(max_pending_saves=2)
+    pending = []
+    for number in range(12):
+        held = {"w": torch.full((1 << (12 + number % 7), 3 + number), float(number))}
+        pending.append(cloudckpt.async_save(held, tmp_path / f"{number}", config=config, executor=executor))
+        held["w"].fill_(-1)
+    for number, one in enumerate(pending):
+        one.result(60)
+        wanted = torch.full((1 << (12 + number % 7), 3 + number), float(number))
+        assert torch.equal(cloudckpt.read(tmp_path / f"{number}")["w"], wanted)
+
+
+def test_memory_that_is_not_allowed(tmp_path: Path):
+    config = cloudckpt.Config(staging_bytes=1000)
+    with pytest.raises(InvalidStateError, match="staging_bytes"):
+        cloudckpt.async_save(state(1.0), tmp_path / "a", config=config)
+    cloudckpt.async_save(state(1.0), tmp_path / "a").result(60)
+
+
+class Counter:
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Counter) and self.count == other.count
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_registered_objects_are_copied_now_and_pickled_later(tmp_path: Path, executor: str):
+    cloudckpt.register_staging(Counter, lambda counter: Counter(counter.count))
+    counter = Counter(1)
+    state = {"c": counter, "nested": [{"c": counter}], "w": torch.ones(3)}
+    for step in range(2):
+        pending = cloudckpt.async_save(state, tmp_path / f"{step}", allow_pickle=True, executor=executor)
+        counter.count += 1
+        pending.result(60)
+        target = {"c": None, "nested": [{"c": None}], "w": torch.zeros(3)}
+        cloudckpt.load(target, tmp_path / f"{step}", allow_pickle=True)
+        assert target["c"] == Counter(step + 1)
+        assert target["nested"][0]["c"] == Counter(step + 1)
