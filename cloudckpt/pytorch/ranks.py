@@ -220,13 +220,13 @@ class Ranks:
         options.rootRank, options.rootTensor = COORDINATOR, 0
         self.control_group().broadcast([data], options).wait()
 
-    def _see_off(self) -> None:
+    def _see_off(self, num_late: int = 0) -> None:
         """Wait on the coordinator, though not for long, until the others have what they need from the store."""
         if self.rank != COORDINATOR:
             self._store.add(self._key("left"), 1)
             return
         deadline = time.monotonic() + min(FAREWELL_S, self.timeout_s)
-        while self._store.add(self._key("left"), 0) < self.size - 1 and time.monotonic() < deadline:
+        while self._store.add(self._key("left"), 0) < self.size - 1 - num_late and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def _received(self, rank: int, part: bytes | Failure | _Large) -> bytes | Failure:
@@ -243,6 +243,7 @@ class Ranks:
         if verdict.causes:
             # Whoever comes now must not take this rank for one that is still waiting.
             self._store.delete_key(self._key(f"here/{self.rank}"))
+            self._see_off(len(verdict.causes))
             raise rank_error(verdict.causes)
 
     @contextlib.contextmanager

@@ -104,13 +104,20 @@ class StoreRanks:
         return unpacked(outcome)  # type: ignore[no-any-return]
 
     def abandon(self, error: CloudckptError) -> None:
-        """For a rank that is no longer in any round, such as one whose process has died: the others hear ``error``."""
-        failure = Failure(error, False)
+        """For a rank that is no longer in any round, such as one whose process has died: the others hear ``error``.
+
+        An outcome that is there already stands.
+        """
+        leads = self.rank == COORDINATOR
+        if leads:
+            error = rank_error({COORDINATOR: f"{type(error).__name__}: {error}"})
         found = [number for key in self._messages.keys(self._root) if (number := parse_sync_round(key)) is not None]
         # That of its last message may be over. More than one more cannot have begun without it.
         for self._rounds in (max(found, default=1), max(found, default=0) + 1):
-            self._tell_failure()
-            self._tell(self._key("outcome") if self.rank == COORDINATOR else self._key("here", self.rank), failure)
+            key = self._key("outcome") if leads else self._key("here", self.rank)
+            if not leads or self._messages.get(key) is None:
+                self._tell_failure()
+                self._tell(key, Failure(error, False))
 
     def _take_outcome(self) -> bytes | Failure:
         """On all but the coordinator, which sees by the message that is gone then that the outcome was taken."""

@@ -27,6 +27,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.format.keys import sync_key, sync_root
 from cloudckpt.pytorch.messages import Messages, Session
+from cloudckpt.pytorch.rounds import packed
 from cloudckpt.pytorch.store_ranks import StoreRanks, make_session
 from cloudckpt.store.base import Store
 from cloudckpt.store.local import LocalStore
@@ -303,6 +304,39 @@ def test_a_rank_that_can_tell_nobody_says_why(tmp_path: Path):
     assert "no room for the pack" in text
     assert "cannot exchange messages" in text
     assert "No space left on device" in text
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize("before", [0, 2])
+def test_others_hear_of_a_rank_that_was_given_up(store: LocalStore, gone: int, before: int):
+    """It takes part in some rounds; then somebody else, who knows of none, speaks for it."""
+
+    def come(rank: int) -> CloudckptError | None:
+        ranks = join(store, rank, 3)
+        for _ in range(before):
+            ranks.round(lambda: None, len)
+        if rank == gone:
+            join(store, rank, 3).abandon(InvalidStateError("its helper is gone"))
+            return None
+        return error_of(lambda: ranks.round(lambda: None, len))
+
+    for rank, error in enumerate(in_threads(3, come)):
+        if rank != gone:
+            assert isinstance(error, RankError)
+            assert error.causes == {gone: "InvalidStateError: its helper is gone"}
+
+
+def test_an_outcome_stands_when_the_coordinator_is_given_up(store: LocalStore):
+    def come(rank: int) -> int | None:
+        if rank == 1:
+            while not any(key.endswith("outcome") for key in leftovers(store)):
+                time.sleep(0.01)
+            join(store, 0, 2).abandon(InvalidStateError("its helper is gone"))
+        return join(store, rank, 2).round(lambda: None, len)
+
+    key = sync_key(sync_root(SESSION.id, 1), 1, "here", 1)
+    join(store, 1, 2)._tell(key, packed(None))  # rank 1 has sent its part, and not yet seen the outcome
+    assert in_threads(2, come) == [2, 2]
 
 
 @pytest.fixture
