@@ -64,7 +64,7 @@ def test_show(run, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     for part in (
         "step 7",
-        "format 1.1, layout packed",
+        "format 1.2, layout packed",
         "metadata {'loss': 1.5}",
         "w float32 [2, 3] 1 x 1 of [2, 3] 28 B",
         "tied same as w",
@@ -87,7 +87,7 @@ def test_show_of_a_sharded_checkpoint(tmp_path, capsys, ranks):
 def test_show_as_json(run, capsys):
     assert main(["show", "--json", str(run / "step-00000007")]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["step"], shown["version"], shown["world_size"]) == (7, "1.1", 1)
+    assert (shown["step"], shown["version"], shown["world_size"]) == (7, "1.2", 1)
     assert shown["tree"]["w"] == shown["tree"]["tied"] == {"$": "tensor", "array": "w"}
     assert shown["arrays"][0] == {
         "name": "w",
