@@ -140,6 +140,18 @@ def sibling_key(step_dir: str, key: str) -> str:
     return f"../{step_dir}/{key}"
 
 
+def key_in_run(step_dir: str, key: str) -> str:
+    """The key, relative to the run, of what the checkpoint in ``step_dir`` calls ``key``."""
+    sibling, below = split_key(key)
+    return f"{sibling or step_dir}/{below}"
+
+
+def key_seen_from(step_dir: str, key: str) -> str:
+    """The inverse of `key_in_run`."""
+    other, _, below = key.partition("/")
+    return below if other == step_dir else sibling_key(other, below)
+
+
 def is_of_attempt(key: str, attempt: str) -> bool:
     """Whether the attempt may have written the object: a part of its key is the attempt's alone."""
     return key.partition("/")[0] in (attempt, plain_root(attempt))

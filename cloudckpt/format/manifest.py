@@ -228,6 +228,12 @@ class Manifest:
         return np.array([is_of_attempt(entry.key, self.document.attempt) for entry in self.objects], dtype=bool)
 
     @property
+    def nbytes_referenced(self) -> int:
+        """Stored bytes of the chunks that lie in siblings."""
+        elsewhere = np.array([split_key(entry.key)[0] is not None for entry in self.objects], dtype=bool)
+        return int(self.columns.nbytes[elsewhere[self.columns.object]].sum())
+
+    @property
     def nbytes_new(self) -> int:
         """Stored bytes of the chunks that this save wrote."""
         return int(self.columns.nbytes[self.is_new[self.columns.object]].sum())

@@ -40,7 +40,7 @@ def program(*arguments, **environment):
 def test_ls(run, capsys):
     assert main(["ls", str(run)]) == 0
     head, first, second = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert head == ["step", "state", "created", "age", "bytes", "tensors", "chunks", "ranks"]
+    assert head == ["step", "state", "created", "age", "bytes", "referenced", "tensors", "chunks", "ranks"]
     assert first[:2] == ["7", "committed"]
     assert first[-3:] == ["2", "2", "1"]
     assert second[:3] == ["12", "not", "committed"]
