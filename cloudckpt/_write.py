@@ -76,10 +76,11 @@ class Prepared:
 
 @dataclass(frozen=True, eq=False)
 class _Lead:
-    """What the coordinator has of a save beside its own part."""
+    """What the coordinator has of a save beside its own part. ``run``: of an incremental save."""
 
     blueprint: Blueprint
     lease: HeldLease
+    run: Store | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,12 +137,14 @@ def run_save(
         for note in blueprint.notes:
             warnings.warn(note, stacklevel=2)
         lease = HeldLease(opened[0], assignment.attempt)
-        leads.append(_Lead(blueprint, lease))
-        for reuse in reuses:
-            opened.append(resolve(reuse.run, storage_options, config))
-            base = reuse.choose(opened[1], lease, [part.kept for part in parts], assignment.plan_id, blueprint.arrays)
-            assignment = replace(assignment, base=base)
-        return assignment
+        if not reuses:
+            leads.append(_Lead(blueprint, lease, None))
+            return assignment
+        run = resolve(reuses[0].run, storage_options, config)
+        opened.append(run)
+        leads.append(_Lead(blueprint, lease, run))
+        kept = [part.kept for part in parts]
+        return replace(assignment, base=reuses[0].choose(run, lease, kept, assignment.plan_id, blueprint.arrays))
 
     try:
         # The second time is for ranks that hoped for a plan which others cannot use.
@@ -230,7 +233,7 @@ def _write(
             nbytes=manifest.nbytes,
             num_chunks=document.chunks.count,
             num_objects=len(document.objects),
-            num_requests=num_requests + store.counts.requests - before,
+            num_requests=num_requests + store.counts.requests - before + (lead.run.counts.requests if lead.run else 0),
             nbytes_new=manifest.nbytes_new,
         )
 
