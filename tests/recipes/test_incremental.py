@@ -441,10 +441,11 @@ def test_on_s3(request: pytest.FixtureRequest, server: str, engine: str):
     store.close()
 
 
-def test_in_the_background(tmp_path: Path):
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_in_the_background(tmp_path: Path, executor: Any):
     for step in (1, 2, 3):
         pending = cloudckpt.async_save(
-            make_state(step), step_url(tmp_path, step), step=step, incremental=True, config=CHUNK
+            make_state(step), step_url(tmp_path, step), step=step, incremental=True, config=CHUNK, executor=executor
         )
         commit = pending.result(60)
         assert (commit.nbytes_new < commit.nbytes / 5) == (step > 1)
