@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import cloudckpt
 from cloudckpt import catalog
 from cloudckpt.config import Config
-from cloudckpt.errors import InvalidStateError, StoreError
+from cloudckpt.errors import CloudckptError, InvalidStateError, StoreError
 from cloudckpt.format.keys import parse_lease, split_key
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.pytorch.group import Alone
@@ -26,7 +26,7 @@ from cloudckpt.transfer.reuse import LastSaves
 from cloudckpt.verify import verify
 from tests.ranks import RankPool
 from tests.servers.process import S3Server
-from tests.sharding import make_mesh
+from tests.sharding import error_of, make_mesh
 
 CHUNK = Config(chunk_bytes=4096)
 
@@ -420,6 +420,23 @@ def save_where_one_forgets(run: str) -> list[tuple[int, int]]:
 def test_a_rank_that_has_kept_nothing_is_told(ranks: RankPool, tmp_path: Path):
     new, nbytes = ranks.run(2, save_where_one_forgets, str(tmp_path))[0][-1]
     assert new <= 0.11 * nbytes
+    check_sharded(tmp_path, 3)
+
+
+def save_where_replicas_differ(run: str) -> CloudckptError | None:
+    save_sharded(run, [1], 0)
+    state = sharded(2, [Shard(0)], dist.get_world_size()) | {"buffer": torch.ones(64) + dist.get_rank()}
+    error = error_of(lambda: cloudckpt.save(state, step_url(run, 2), step=2, incremental=True, config=CHUNK))
+    save_sharded(run, [3], 0)
+    return error
+
+
+def test_a_save_that_failed_leaves_no_lease_and_is_no_base(ranks: RankPool, tmp_path: Path):
+    for error in ranks.run(2, save_where_replicas_differ, str(tmp_path)):
+        assert "hold different values" in str(error)
+    assert files(tmp_path, 2) == {}
+    assert dirs_of(manifest_of(tmp_path, 3)) == {None, "step-00000001"}
+    assert [info.key for info in resolve(tmp_path).list("") if parse_lease(info.key)] == []
     check_sharded(tmp_path, 3)
 
 
