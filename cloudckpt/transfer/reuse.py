@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from cloudckpt import catalog
 from cloudckpt.errors import FormatError, InvalidStateError, NotFoundError
-from cloudckpt.format.keys import MANIFEST, parse_step
+from cloudckpt.format.keys import MANIFEST, key_in_run, parse_step
 from cloudckpt.format.manifest import Manifest, decode_manifest
-from cloudckpt.leases import HeldLease, referenced
+from cloudckpt.leases import HeldLease
 from cloudckpt.plan.incremental import match_chunks
 from cloudckpt.store.base import Store
 from cloudckpt.store.paths import mask, parent
@@ -29,18 +29,22 @@ RUNS_KEPT = 4
 _FLOATS = ("bfloat", "float", "complex")
 
 
+Needed = Mapping[str, Mapping[str, int]]
+"""Sizes of objects by their keys in the run, by step directory."""
+
+
 @dataclass(frozen=True, eq=False)
 class LastSave:
     """What one rank keeps of a committed save. ``places``: of its own chunks, with keys relative to the run.
 
-    ``step_dirs``: all that the checkpoint relies on; known to the coordinator only.
+    ``needed``: all that the checkpoint relies on, see `_needed`; known to the coordinator only.
     """
 
     save: KeptSave
     step_dir: str
     step: int | None
     places: Places
-    step_dirs: frozenset[str]
+    needed: Needed
 
 
 class LastSaves:
@@ -71,6 +75,7 @@ class Reuse:
         self._kept = kept
         self._last = kept.get(self.run)
         self._assignment: Assignment | None = None
+        self._damage: str | None = None
 
     @property
     def kept(self) -> KeptSave | None:
@@ -83,8 +88,8 @@ class Reuse:
         """On the coordinator: a committed checkpoint of the run, which ``lease`` keeps from now on.
 
         It is the last save by this plan, if all ranks have kept that (``kept``: what they have); then nothing but the
-        head of its manifest is read. Otherwise it is the run's newest checkpoint. None where there is none, or none
-        with digests.
+        head of its manifest is read. Otherwise it is the run's newest checkpoint. None where there is none, or it has
+        no digests, or lacks objects: damage must not be passed on from step to step.
         """
         last = self._last
         if (
@@ -93,8 +98,8 @@ class Reuse:
             and last.save.plan_id == plan_id
             and all(save == last.save for save in kept)
         ):
-            lease.take(last.step_dirs)
-            if _stands(run, last.step_dir, last.save.commit_id):
+            lease.take(last.needed)
+            if _stands(run, last.step_dir, last.save.commit_id) and _missing(run, last.needed) is None:
                 return Base(last.step_dir, last.step, None)
         for name in reversed(catalog.step_dirs(run)):
             # What the URL itself holds is about to be replaced.
@@ -103,9 +108,18 @@ class Reuse:
                 continue
             if manifest.columns.digest is None:
                 break
-            lease.take(_step_dirs_of(manifest, name))
-            if _stands(run, name, manifest.document.commit_id):
+            needed = _needed(manifest, name)
+            lease.take(needed)
+            if not _stands(run, name, manifest.document.commit_id):
+                continue
+            missing = _missing(run, needed)
+            if missing is None:
                 return Base(name, manifest.document.step, _places(manifest, arrays).in_run(name))
+            self._damage = (
+                f"{missing}, which {name} needs, is missing or cut off in {run.url}: that step cannot be loaded, and "
+                f"{self.step_dir} is written in full; step directories must not be deleted while others refer to them"
+            )
+            break
         lease.release()
         return None
 
@@ -122,6 +136,8 @@ class Reuse:
 
     def notes(self, manifest: Manifest) -> Iterator[str]:
         """On the coordinator: what the caller should be warned of."""
+        if self._damage is not None:
+            yield self._damage
         base = None if self._assignment is None else self._assignment.base
         if base is not None and not _has_trained(manifest):
             yield (
@@ -133,14 +149,28 @@ class Reuse:
         """The save was committed. ``receipt``: this rank's. ``manifest``: None but on the coordinator."""
         assert self._assignment is not None
         save = KeptSave(self._assignment.plan_id, commit_id)
-        step_dirs = frozenset() if manifest is None else _step_dirs_of(manifest, self.step_dir)
+        needed = {} if manifest is None else _needed(manifest, self.step_dir)
         places = receipt.places().in_run(self.step_dir)
-        self._kept.keep(self.run, LastSave(save, self.step_dir, step, places, step_dirs))
+        self._kept.keep(self.run, LastSave(save, self.step_dir, step, places, needed))
 
 
-def _step_dirs_of(manifest: Manifest, step_dir: str) -> frozenset[str]:
-    """What a save that refers to a checkpoint relies on: where its manifest is, and where its objects are."""
-    return frozenset({step_dir, *referenced(manifest, step_dir)})
+def _needed(manifest: Manifest, step_dir: str) -> Needed:
+    """What a save that refers to a checkpoint relies on: where its manifest is, and all objects that it lists."""
+    found: dict[str, dict[str, int]] = {step_dir: {}}
+    for entry in manifest.objects:
+        key = key_in_run(step_dir, entry.key)
+        found.setdefault(key.partition("/")[0], {})[key] = entry.nbytes
+    return found
+
+
+def _missing(run: Store, needed: Needed) -> str | None:
+    """An object that is not there, or not in its size."""
+    for step_dir, objects in needed.items():
+        sizes = {info.key: info.nbytes for info in run.list(step_dir)} if objects else {}
+        for key, nbytes in objects.items():
+            if sizes.get(key) != nbytes:
+                return key
+    return None
 
 
 def _split_url(url: str | os.PathLike[str]) -> tuple[str, str]:

@@ -198,7 +198,7 @@ def stored() -> Stored:
         save(2)
         last = Alone().kept(LastSaves).get(RUN)
         assert last is not None
-        assert len(last.step_dirs) == 2
+        assert last.needed.keys() == {step_dir(1), step_dir(2)}
         return dict(resolve(RUN)._fs.store), last  # type: ignore[attr-defined]
 
 

@@ -218,6 +218,26 @@ def test_a_base_that_is_gone_is_not_relied_on(tmp_path: Path):
     check(tmp_path, 2)
 
 
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_base_that_lacks_objects_is_named_and_does_not_pass_its_damage_on(tmp_path: Path, restart: bool, cut: bool):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    pack = next((tmp_path / "step-00000001").rglob("*.zip"))
+    if cut:
+        pack.write_bytes(pack.read_bytes()[:-1])
+    else:
+        shutil.rmtree(tmp_path / "step-00000001")  # by hand, since the disk was full
+    if restart:
+        forget()
+    with pytest.warns(UserWarning, match=r"zarr.zip, which step-00000002 needs, is missing or cut off"):
+        commit = save(tmp_path, 3)
+    assert commit.nbytes_new == commit.nbytes
+    check(tmp_path, 3)
+    assert save(tmp_path, 4).nbytes_new < commit.nbytes / 5
+    check(tmp_path, 4)
+
+
 def test_a_base_that_was_replaced_is_read_again(tmp_path: Path):
     save(tmp_path, 1)
     last = Alone().kept(LastSaves).get(str(tmp_path))
