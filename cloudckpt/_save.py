@@ -37,6 +37,7 @@ def save(
     layout: Layout = "packed",
     compression: Literal["zstd"] | None = None,
     overwrite: bool = False,
+    incremental: bool = False,
     rules: ShardingRules | None = None,
     metadata: Mapping[str, Any] | None = None,
     values: Literal["check", "rank0"] = "check",
@@ -52,6 +53,11 @@ def save(
     this returns. Either the checkpoint is whole and durable afterwards, or an error is raised on every rank
     and nothing is visible.
 
+    ``incremental``: chunks whose bytes are those of the run's last committed checkpoint are referred to, not
+    written. ``url`` is then that of a step in a run (``.../run/step-00001000``), and the other steps must stay
+    beside it; what a step still needs of another must not be deleted with it (`Checkpointer` knows). Warns where no
+    floating-point tensor has changed.
+
     ``values``: plain values must be equal on all ranks ("check"), or those of rank 0 are kept
     ("rank0"). ``metadata``: plain values for people and tools, beside the state. ``progress``: True
     for a bar on rank 0, or a function of (bytes done, bytes in all) of the rank.
@@ -66,6 +72,7 @@ def save(
         layout=layout,
         compression=compression,
         overwrite=overwrite,
+        incremental=incremental,
         values=values,
         check_replicas=config.check_replicas,
         chunk_bytes=config.chunk_bytes,
@@ -116,5 +123,10 @@ def _check_options(options: SaveOptions) -> None:
     ):
         if value not in allowed:
             raise InvalidStateError(f"{name} must be one of {allowed}, not {value!r}")
+    if options.incremental and options.layout != "packed":
+        raise InvalidStateError(
+            'incremental=True needs layout="packed": in a plain zarr hierarchy, readers other than this one would take '
+            "the chunks that other steps hold for missing, and fill them with zeros"
+        )
     if options.step is not None:
         step_dir(options.step)  # refuses what cannot name a step

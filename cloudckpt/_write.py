@@ -15,6 +15,7 @@ from cloudckpt.errors import AlreadyCommittedError, CloudckptError, RankError, S
 from cloudckpt.format import values as plain
 from cloudckpt.format.codec import Bytes1D
 from cloudckpt.format.manifest import Manifest, ObjectEntry
+from cloudckpt.leases import HeldLease
 from cloudckpt.plan.names import check_found
 from cloudckpt.plan.rules import ShardingRules
 from cloudckpt.progress import Progress, start_progress
@@ -27,6 +28,7 @@ from cloudckpt.pytorch.state import RankState
 from cloudckpt.store.base import Store
 from cloudckpt.store.resolve import resolve
 from cloudckpt.transfer.job import ArrayPlan, Blueprint, assemble
+from cloudckpt.transfer.places import Places
 from cloudckpt.transfer.planning import (
     Assignment,
     Description,
@@ -36,12 +38,16 @@ from cloudckpt.transfer.planning import (
     SaveOptions,
     check_options,
 )
+from cloudckpt.transfer.reuse import LastSaves, Reuse
 from cloudckpt.transfer.upload import ChunkWrite, UploadReceipt, upload
 
 
 @dataclass(frozen=True)
 class Commit:
-    """A checkpoint that exists. ``nbytes``: stored bytes of its chunks; ``num_requests``: those of all ranks."""
+    """A checkpoint that exists. ``nbytes``: stored bytes of its chunks; ``num_requests``: those of all ranks.
+
+    ``nbytes_new``: stored bytes of the chunks that this save wrote; the others were there in other steps.
+    """
 
     url: str
     commit_id: str
@@ -50,6 +56,7 @@ class Commit:
     num_chunks: int
     num_objects: int
     num_requests: int = 0
+    nbytes_new: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +72,15 @@ class Prepared:
     values: Sequence[plain.Node]
     metadata: plain.Node
     rules: ShardingRules | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Lead:
+    """What the coordinator has of a save beside its own part. ``run``: of an incremental save."""
+
+    blueprint: Blueprint
+    lease: HeldLease
+    run: Store | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +106,11 @@ def run_save(
     ``prepare`` runs in the first round, so that its failure on one rank is heard by all. The memory of the
     shards must not change before this returns. Raises what `cloudckpt.save` raises.
     """
-    planner = ranks.kept(Planner)
+    planner, last_saves = ranks.kept(Planner), ranks.kept(LastSaves)
     opened: list[Store] = []
     held: list[tuple[Prepared, Description]] = []
-    blueprints: list[Blueprint] = []  # on the coordinator
+    reuses: list[Reuse] = []  # of an incremental save
+    leads: list[_Lead] = []  # on the coordinator
 
     def describe() -> Description:
         opened.append(resolve(url, storage_options, config))
@@ -102,6 +119,9 @@ def run_save(
         with paused_gc():
             description = planner.describe(options, prepared.layout, prepared.values, prepared.metadata)
         description = replace(description, declared=prepared.state.declared)
+        if options.incremental:
+            reuses.append(Reuse(url, last_saves))
+            description = replace(description, kept=reuses[0].kept)
         held.append((prepared, description))
         return description.in_brief()
 
@@ -113,10 +133,18 @@ def run_save(
         if found is None:
             return None
         check_found(part.declared for part in parts)
-        blueprints.append(found[1])
-        for note in found[1].notes:
+        assignment, blueprint = found
+        for note in blueprint.notes:
             warnings.warn(note, stacklevel=2)
-        return found[0]
+        lease = HeldLease(opened[0], assignment.attempt)
+        if not reuses:
+            leads.append(_Lead(blueprint, lease, None))
+            return assignment
+        run = resolve(reuses[0].run, storage_options, config)
+        opened.append(run)
+        leads.append(_Lead(blueprint, lease, run))
+        kept = [part.kept for part in parts]
+        return replace(assignment, base=reuses[0].choose(run, lease, kept, assignment.plan_id, blueprint.arrays))
 
     try:
         # The second time is for ranks that hoped for a plan which others cannot use.
@@ -128,13 +156,17 @@ def run_save(
             ranks,
             opened[0],
             plan,
-            blueprints,
             prepared.state,
             description.options,
+            lead=leads[0] if leads else None,
+            reuse=reuses[0] if reuses else None,
+            base=reuses[0].accept(assignment) if reuses else None,
             progress=progress,
             config=config,
         )
     finally:
+        for lead in leads:
+            lead.lease.release()
         for store in opened:
             store.close()
 
@@ -143,17 +175,20 @@ def _write(
     ranks: Group,
     store: Store,
     plan: RankPlan,
-    blueprints: Sequence[Blueprint],
     state: RankState,
     options: SaveOptions,
     *,
+    lead: _Lead | None,
+    reuse: Reuse | None,
+    base: Places | None,
     progress: Progress,
     config: Config,
 ) -> Commit:
-    """``blueprints``: one on the coordinator, none elsewhere."""
+    """``lead``: on the coordinator. ``reuse``, ``base``: of an incremental save."""
     arrays = plan.arrays
     written: list[ObjectEntry] = []
-    assembled: list[tuple[Manifest, int]] = []
+    receipts: list[UploadReceipt] = []  # this rank's
+    assembled: list[tuple[Manifest, int]] = []  # on the coordinator
 
     def send() -> _Report:
         numbers = arrays.numbers
@@ -171,18 +206,25 @@ def _write(
                 cancel=ranks.cancel,
                 advance=advance,
                 written=written,
+                base=base,
             )
+        receipts.append(receipt)
         return _Report(receipt, digests, store.counts.requests)
 
     def check(reports: Sequence[_Report]) -> None:
+        assert lead is not None
         compare_digests([report.digests for report in reports], arrays.leaves)
-        manifest = assemble(blueprints[0], [report.receipt for report in reports])
+        manifest = assemble(lead.blueprint, [report.receipt for report in reports])
+        for note in reuse.notes(manifest) if reuse else ():
+            warnings.warn(note, stacklevel=2)
         assembled.append((manifest, sum(report.num_requests for report in reports)))
 
     def publish(_: Sequence[None]) -> Commit:
+        assert lead is not None
         manifest, num_requests = assembled[0]
         before = store.counts.requests
-        catalog.commit(store, manifest, overwrite=options.overwrite)
+        with lead.lease.committing():
+            catalog.commit(store, manifest, overwrite=options.overwrite)
         document = manifest.document
         return Commit(
             url=store.url,
@@ -191,7 +233,8 @@ def _write(
             nbytes=manifest.nbytes,
             num_chunks=document.chunks.count,
             num_objects=len(document.objects),
-            num_requests=num_requests + store.counts.requests - before,
+            num_requests=num_requests + store.counts.requests - before + (lead.run.counts.requests if lead.run else 0),
+            nbytes_new=manifest.nbytes_new,
         )
 
     try:
@@ -200,10 +243,14 @@ def _write(
         _remove(store, written)
         raise
     try:
-        return ranks.round(lambda: None, publish, is_last=True)
+        commit = ranks.round(lambda: None, publish, is_last=True)
     except AlreadyCommittedError:
         _remove(store, written)
         raise
+    if reuse is not None:
+        manifest = assembled[0][0] if assembled else None
+        reuse.remember(commit.commit_id, commit.step, receipts[0], manifest)
+    return commit
 
 
 def _read_chunk(arrays: ArrayPlan, shards: Mapping[int, LocalShard], write: ChunkWrite, scratch: Scratch) -> Bytes1D:

@@ -6,10 +6,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from cloudckpt.errors import AlreadyCommittedError, FormatError, NoBucketError, NotFoundError, StoreError
-from cloudckpt.format.keys import MANIFEST, parse_step
+from cloudckpt.format.keys import MANIFEST, parse_step, split_key
 from cloudckpt.format.manifest import Manifest, decode_manifest
-from cloudckpt.store.base import Store
+from cloudckpt.store.base import Store, byte_view
+
+HEAD_BYTES = 1024
+"""Holds all that `Head` has."""
 
 WEAK_SETTLE_S = 0.1
 """On stores that ignore conditions: the least time that a rival's put gets to show up before the read-back."""
@@ -31,6 +36,34 @@ def read_manifest_bytes(store: Store) -> bytes:
 
 def read_manifest(store: Store) -> Manifest:
     return decode_manifest(read_manifest_bytes(store), store.url)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the beginning of a manifest tells, of a checkpoint of a run; its seal was not checked."""
+
+    format: str
+    version: str
+    commit_id: str
+    attempt: str
+    step: int | None = None
+    branch: int = 0
+    model_version: str | None = None
+    topology: str | None = None
+
+
+def read_head(run: Store, step_dir: str) -> Head:
+    """Raises NotFoundError where the step is not committed, FormatError where its manifest is damaged."""
+    key = f"{step_dir}/{MANIFEST}"
+    nbytes = run.size(key)
+    data = b"".join(bytes(byte_view(part)) for part in run.stream(key, 0, min(nbytes, HEAD_BYTES)))
+    scalars, found, _ = data.partition(b',"created":')
+    if not found:  # of another writer, or with a very long model version
+        scalars = run.get(key).strip()[:-1]
+    try:
+        return msgspec.json.decode(scalars + b"}", type=Head)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FormatError(f"{run.url}/{step_dir}: the manifest is damaged or cut off: {error}") from error
 
 
 def check_absent(store: Store, *, overwrite: bool) -> None:
@@ -118,7 +151,7 @@ def _hint_at_steps(store: Store) -> str:
 class StepEntry:
     """One directory of a run that is named like a step. ``manifest`` is None if it is not committed.
 
-    ``nbytes`` of an uncommitted one is what its objects hold so far; ``fault`` is set for a manifest
+    ``nbytes``: what its own objects hold, those of an uncommitted one so far; ``fault`` is set for a manifest
     that cannot be read.
     """
 
@@ -128,11 +161,23 @@ class StepEntry:
     nbytes: int
     fault: str | None = None
 
+    @property
+    def nbytes_referenced(self) -> int:
+        """Stored bytes of the chunks that lie in other steps."""
+        return 0 if self.manifest is None else self.manifest.nbytes_referenced
+
+
+def step_dirs(run: Store) -> list[str]:
+    """The directories of a run that are named like steps, by number, committed or not."""
+    found = [(step, name) for name in run.common_prefixes("") if (step := parse_step(name)) is not None]
+    return [name for _, name in sorted(found)]
+
 
 def list_steps(run: Store) -> Iterator[StepEntry]:
     """Every step of a run, by number. Names that are not steps are left alone."""
-    found = [(step, name) for name in run.common_prefixes("") if (step := parse_step(name)) is not None]
-    for step, name in sorted(found):
+    for name in step_dirs(run):
+        step = parse_step(name)
+        assert step is not None
         try:
             manifest = decode_manifest(run.get(f"{name}/{MANIFEST}"), f"{run.url}/{name}")
         except NotFoundError:
@@ -140,4 +185,5 @@ def list_steps(run: Store) -> Iterator[StepEntry]:
         except FormatError as error:
             yield StepEntry(step, name, None, sum(o.nbytes for o in run.list(name)), str(error))
         else:
-            yield StepEntry(step, name, manifest, sum(o.nbytes for o in manifest.objects))
+            own = sum(entry.nbytes for entry in manifest.objects if split_key(entry.key)[0] is None)
+            yield StepEntry(step, name, manifest, own)

@@ -4,6 +4,7 @@ The values are written down here, not taken from tests/data/make_golden.py.
 """
 
 import math
+import shutil
 from collections import OrderedDict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -203,3 +204,53 @@ def test_segments_that_an_old_file_records_still_count():
     target = {"qkv": torch.zeros(8, 4)}
     cloudckpt.load(target, LAYOUTS, rules=rules, strict=False)  # whole, so nothing is cut
     assert target["qkv"].tolist() == torch.arange(32.0).reshape(8, 4).tolist()
+
+
+RUNS = [FOLDER / "format-1.2" / name for name in ("packed", "zstd")]
+
+
+def frozen_and_trained(step):
+    trained = torch.arange(32, dtype=torch.bfloat16).reshape(8, 4)
+    trained[-1] = step - 1200
+    return torch.arange(64.0).reshape(16, 4), trained
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize("step", [1200, 1202])
+def test_steps_of_an_incremental_run(run, step):
+    url = run / f"step-{step:08d}"
+    frozen, trained = frozen_and_trained(step)
+    found = cloudckpt.read(url)
+    assert found["step"] == step
+    assert torch.equal(found["frozen"], frozen)
+    assert torch.equal(found["trained"], trained)
+    target = {"frozen": torch.zeros(16, 4), "trained": torch.zeros(8, 4, dtype=torch.bfloat16), "step": 0}
+    cloudckpt.load(target, url)
+    assert torch.equal(target["frozen"], frozen)
+    assert torch.equal(target["trained"], trained)
+    assert verify(url).faults == ()
+    group = cloudckpt.open_zarr(url)
+    assert group["frozen"][...].tolist() == frozen.tolist()
+    group.store.close()
+
+
+def test_fields_of_an_incremental_run():
+    with cloudckpt.open_checkpoint(RUNS[0] / "step-00001202") as checkpoint:
+        manifest = checkpoint.manifest
+        assert (manifest.document.branch, manifest.document.model_version) == (2, "v3")
+        assert len(manifest.document.topology) == 32
+        own = [entry.key for entry in manifest.objects if not entry.key.startswith("../")]
+        assert len(own) == 1
+        assert {entry.key.split("/")[1] for entry in manifest.objects if entry.key not in own} == {"step-00001200"}
+        assert manifest.columns.digest.shape == (manifest.document.chunks.count, 16)
+
+
+def test_a_base_of_an_old_file_serves_a_new_save(tmp_path):
+    """So that what is hashed, and how, stays as it is."""
+    shutil.copytree(RUNS[0], tmp_path / "run")
+    frozen, trained = frozen_and_trained(1203)
+    state = {"frozen": frozen, "trained": trained, "step": 1203}
+    url = tmp_path / "run" / "step-00001203"
+    commit = cloudckpt.save(state, url, step=1203, incremental=True, config=cloudckpt.Config(chunk_bytes=32))
+    assert commit.nbytes_new < commit.nbytes / 5
+    assert torch.equal(cloudckpt.read(url)["trained"], trained)

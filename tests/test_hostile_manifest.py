@@ -162,3 +162,23 @@ def test_numbers_of_a_checkpoint(url, change, said):
 def test_ranks_of_objects(url, rank):
     edit(url, lambda d: replace(d, objects=first(d.objects, rank=rank)))
     refused(url, "impossible rank")
+
+
+def test_references_to_what_is_no_sibling(url):
+    edit(url, lambda d: replace(d, objects=first(d.objects, key="../other/0123456789ab/x")))
+    refused(url, "unsafe object key")
+
+
+def test_a_digest_column_of_the_wrong_length(url):
+    edit(url, lambda d: replace(d, chunks=replace(d.chunks, digest=b"x" * 31)))
+    refused(url, "column 'digest' does not hold 2 rows")
+
+
+def test_an_impossible_branch(url):
+    edit(url, lambda d: replace(d, branch=-1))
+    refused(url, "impossible branch")
+
+
+def test_what_a_newer_minor_version_allows_is_told_from_damage(url):
+    edit(url, lambda d: replace(d, version="1.99", objects=first(d.objects, key="s3://elsewhere/x")))
+    refused(url, "unsafe object key.*it has format 1.99, this cloudckpt reads 1")

@@ -13,7 +13,7 @@ from cloudckpt.format.keys import MANIFEST
 from cloudckpt.store.base import Store
 from cloudckpt.store.resolve import resolve
 
-_HEAD = ("step", "state", "created", "age", "bytes", "tensors", "chunks", "ranks")
+_HEAD = ("step", "state", "created", "age", "bytes", "referenced", "tensors", "chunks", "ranks")
 
 
 def list_run(run: str, storage_options: Mapping[str, Any] | None) -> None:
@@ -25,14 +25,14 @@ def list_run(run: str, storage_options: Mapping[str, Any] | None) -> None:
             raise NotFoundError(f"no steps in {store.url}{_hint(store)}")
     finally:
         store.close()
-    print(*table(_HEAD, rows, right="034567"), sep="\n")
+    print(*table(_HEAD, rows, right="0345678"), sep="\n")
 
 
 def _row(entry: StepEntry, now: datetime) -> list[str]:
     step = str(entry.step)
     if entry.manifest is None:
         state = "not committed" if entry.fault is None else "unreadable"
-        return [step, state, "", "", human_bytes(entry.nbytes), "", "", ""]
+        return [step, state, "", "", human_bytes(entry.nbytes), "", "", "", ""]
     document = entry.manifest.document
     return [
         step,
@@ -40,6 +40,7 @@ def _row(entry: StepEntry, now: datetime) -> list[str]:
         document.created,
         age(document.created, now),
         human_bytes(entry.nbytes),
+        human_bytes(entry.nbytes_referenced),
         str(len(document.arrays)),
         str(document.chunks.count),
         str(document.world_size),

@@ -11,6 +11,7 @@ import numpy as np
 from cloudckpt.checkpoint import ArrayInfo, Checkpoint, open_checkpoint
 from cloudckpt.cli.text import human_bytes, printable, shortened, table
 from cloudckpt.format.grid import Grid
+from cloudckpt.format.keys import split_key
 from cloudckpt.format.tree import array_leaves, path_text
 
 MAX_VALUE_WIDTH = 60
@@ -33,6 +34,10 @@ def _lines(checkpoint: Checkpoint) -> Iterator[str]:
     yield f"format     {document.version}, layout {printable(document.layout)}"
     yield f"ranks      {document.world_size}{''.join(f', mesh {m}' for m in _meshes(checkpoint))}"
     yield f"stored     {human_bytes(checkpoint.manifest.nbytes)} in {document.chunks.count} chunks"
+    if not checkpoint.manifest.is_new.all():
+        yield from _new_and_referenced(checkpoint)
+    if document.model_version is not None:
+        yield f"model      version {printable(document.model_version)}"
     if checkpoint.metadata:
         yield f"metadata   {printable(repr(checkpoint.metadata))}"
     yield ""
@@ -42,6 +47,25 @@ def _lines(checkpoint: Checkpoint) -> Iterator[str]:
     yield ""
     rows = [[str(row[key]) for key in _RANK_COLUMNS] for row in _ranks(checkpoint)]
     yield from table(("rank", "tensors", "chunks", "chunk bytes", "objects", "object bytes"), rows, right="012345")
+
+
+def _new_and_referenced(checkpoint: Checkpoint) -> Iterator[str]:
+    manifest = checkpoint.manifest
+    yield f"new        {human_bytes(manifest.nbytes_new)}"
+    for step_dir, nbytes in _referenced(checkpoint).items():
+        yield f"referenced {human_bytes(nbytes)} in {step_dir}"
+
+
+def _referenced(checkpoint: Checkpoint) -> dict[str, int]:
+    """Stored bytes of the chunks that earlier saves wrote, by step directory ("." for the checkpoint's own)."""
+    manifest = checkpoint.manifest
+    held = np.bincount(manifest.columns.object, manifest.columns.nbytes, minlength=len(manifest.objects))
+    found: dict[str, int] = {}
+    for entry, is_new, nbytes in zip(manifest.objects, manifest.is_new, held.tolist(), strict=True):
+        if not is_new:
+            step_dir = split_key(entry.key)[0] or "."
+            found[step_dir] = found.get(step_dir, 0) + int(nbytes)
+    return found
 
 
 def _meshes(checkpoint: Checkpoint) -> list[str]:
@@ -105,15 +129,16 @@ _RANK_COLUMNS = ("rank", "num_tensors", "num_chunks", "chunk_bytes", "num_object
 
 
 def _ranks(checkpoint: Checkpoint) -> list[dict[str, int]]:
-    """Who wrote what."""
+    """Who wrote what of the new objects."""
     manifest = checkpoint.manifest
     columns = manifest.columns
-    writer = np.array([entry.rank for entry in manifest.objects], dtype=np.int64)
+    ranks = [entry.rank if new else -1 for entry, new in zip(manifest.objects, manifest.is_new, strict=True)]
+    writer = np.array(ranks, dtype=np.int64)
     sizes = np.array([entry.nbytes for entry in manifest.objects], dtype=np.int64)
     chunk_writer = writer[columns.object]
     arrays = np.searchsorted(manifest.first_chunks, np.arange(len(columns)), side="right")
     rows = []
-    for rank in np.unique(writer).tolist():
+    for rank in np.unique(writer[manifest.is_new]).tolist():
         chunks = chunk_writer == rank
         numbers = (
             rank,
@@ -129,11 +154,14 @@ def _ranks(checkpoint: Checkpoint) -> list[dict[str, int]]:
 
 def _everything(checkpoint: Checkpoint) -> dict[str, Any]:
     document = checkpoint.manifest.document
-    fields = ("step", "version", "commit_id", "attempt", "created", "writer", "layout", "world_size")
+    about = ("step", "branch", "model_version", "topology")
+    fields = (*about, "version", "commit_id", "attempt", "created", "writer", "layout", "world_size")
     return {
         "url": checkpoint.url,
         **{name: getattr(document, name) for name in fields},
         "nbytes": checkpoint.manifest.nbytes,
+        "nbytes_new": checkpoint.manifest.nbytes_new,
+        "nbytes_referenced": _referenced(checkpoint),
         "num_chunks": document.chunks.count,
         "meshes": document.meshes,
         "metadata": document.metadata,

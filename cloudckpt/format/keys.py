@@ -20,7 +20,9 @@ MAX_STEP = 10**_MAX_STEP_DIGITS - 1
 _DIGEST_HEX = 16
 _STEM_BYTES = MAX_NAME_BYTES - 1 - _DIGEST_HEX
 
+_SIBLING = re.compile(r"\.\./([^/]*)/(.*)", re.DOTALL)
 _STEP = re.compile(rf"step-([0-9]{{1,{_MAX_STEP_DIGITS}}})")
+_LEASE = re.compile(r"([^/]+)/([0-9a-f]{12})/lease")
 _HASHED = re.compile(rf".*-[0-9a-fA-F]{{{_DIGEST_HEX}}}", re.DOTALL)
 _CHUNK = re.compile(r"(.+)/c((?:/(?:0|[1-9][0-9]{0,17}))*)")
 _SYNC = re.compile(r"([0-9a-f]{12}\.sync)(?:/.*)?", re.DOTALL)
@@ -117,13 +119,53 @@ def parse_chunk_key(key: str) -> tuple[str, tuple[int, ...]] | None:
 
 
 def check_key(key: object) -> str:
-    """Return ``key`` if it names an object below the checkpoint on every store; else raise FormatError."""
+    """Return ``key`` if it names an object of the checkpoint or of a sibling on every store; else raise FormatError."""
     if not isinstance(key, str):
         raise FormatError(f"an object key must be a string, not {key!r:.200}")
+    _, below = split_key(key)
     for fault, pattern in _KEY_FAULTS.items():
-        if pattern.search(key):
+        if pattern.search(below):
             raise FormatError(f"unsafe object key {key!r:.200}: it {fault}")
     return key
+
+
+def split_key(key: str) -> tuple[str | None, str]:
+    """The step directory of a sibling that ``../<step dir>/<key>`` leads to, None for any other key, and the rest."""
+    match = _SIBLING.fullmatch(key)
+    return (match[1], match[2]) if match and parse_step(match[1]) is not None else (None, key)
+
+
+def sibling_key(step_dir: str, key: str) -> str:
+    """The key, relative to a checkpoint, of an object of another checkpoint of the same run."""
+    return f"../{step_dir}/{key}"
+
+
+def key_in_run(step_dir: str, key: str) -> str:
+    """The key, relative to the run, of what the checkpoint in ``step_dir`` calls ``key``."""
+    sibling, below = split_key(key)
+    return f"{sibling or step_dir}/{below}"
+
+
+def key_seen_from(step_dir: str, key: str) -> str:
+    """The inverse of `key_in_run`."""
+    other, _, below = key.partition("/")
+    return below if other == step_dir else sibling_key(other, below)
+
+
+def is_of_attempt(key: str, attempt: str) -> bool:
+    """Whether the attempt may have written the object: a part of its key is the attempt's alone."""
+    return key.partition("/")[0] in (attempt, plain_root(attempt))
+
+
+def lease_key(attempt: str) -> str:
+    """The key, relative to the checkpoint, of the lease that a running attempt holds."""
+    return f"{attempt}/lease"
+
+
+def parse_lease(key: str) -> tuple[str, str] | None:
+    """The step directory and the attempt of a lease, by its key relative to the run; None for any other object."""
+    match = _LEASE.fullmatch(key)
+    return (match[1], match[2]) if match and parse_step(match[1]) is not None else None
 
 
 def check_name(name: str) -> str:

@@ -16,14 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from cloudckpt.errors import FormatError
+from cloudckpt.format.codec import DIGEST_BYTES
 from cloudckpt.format.dtypes import dtype
 from cloudckpt.format.grid import EncodedCuts, Grid
-from cloudckpt.format.keys import MAX_STEP, check_key, check_name
+from cloudckpt.format.keys import MAX_STEP, check_key, check_name, is_of_attempt, split_key
 from cloudckpt.format.tree import MAX_RANKS, array_leaves, children, path_text, per_rank_leaves, values_by_rank
 from cloudckpt.format.values import MAX_DEPTH
 
 FORMAT = "cloudckpt"
-MAJOR, MINOR = 1, 1
+MAJOR, MINOR = 1, 2
 VERSION = f"{MAJOR}.{MINOR}"
 
 MAX_DIMS = 64
@@ -44,7 +45,10 @@ class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ObjectEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One object, by its key below the checkpoint; ``crc32c`` is over all of it."""
+    """One object, by its key below the checkpoint; ``crc32c`` is over all of it.
+
+    ``../<step dir>/<key>`` is an object of a sibling, another checkpoint of the run, with its rank there.
+    """
 
     key: str
     nbytes: int
@@ -52,14 +56,18 @@ class ObjectEntry(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
 
 
-class ChunkTable(msgspec.Struct, frozen=True, kw_only=True):
-    """Little-endian columns, one row a chunk: object number u4, byte offset u8, nbytes u4, CRC-32C u4."""
+class ChunkTable(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Little-endian columns, one row a chunk: object number u4, byte offset u8, nbytes u4, CRC-32C u4.
+
+    ``digest``: 16 bytes a chunk, see `codec.chunk_digest`; None where the save did not make them.
+    """
 
     count: int
     object: bytes
     byte_offset: bytes
     nbytes: bytes
     crc32c: bytes
+    digest: bytes | None = None
 
 
 class MeshEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,14 +77,21 @@ class MeshEntry(msgspec.Struct, frozen=True, kw_only=True):
     dim_names: tuple[str, ...] = ()
 
 
-class Document(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON form, field by field."""
+class Document(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The JSON form, field by field; the small ones come first, so that the head of a manifest tells them.
+
+    ``branch``: how often the run went back to an earlier step before this one was saved. ``model_version``: the
+    caller's. ``topology``: equal for checkpoints whose ranks held the same parts of the same tensors.
+    """
 
     format: str
     version: str
     commit_id: str
     attempt: str
     step: int | None
+    branch: int = 0
+    model_version: str | None = None
+    topology: str | None = None
     created: str
     writer: str
     world_size: int
@@ -111,6 +126,9 @@ class ChunkColumns:
         self.byte_offset = arrays["byte_offset"].astype(np.int64)
         self.nbytes = arrays["nbytes"].astype(np.int64)
         self.crc32c = arrays["crc32c"].astype(np.uint32)
+        self.digest: npt.NDArray[np.uint8] | None = None
+        if table.digest is not None:
+            self.digest = np.frombuffer(table.digest, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
 
     def __len__(self) -> int:
         return len(self.object)
@@ -121,10 +139,11 @@ class ChunkColumns:
         byte_offset: npt.NDArray[np.integer[Any]],
         nbytes: npt.NDArray[np.integer[Any]],
         crc32c: npt.NDArray[np.integer[Any]],
+        digest: npt.NDArray[np.uint8] | None = None,
     ) -> ChunkTable:
         columns = dict(zip((n for n, _ in _COLUMNS), (object, byte_offset, nbytes, crc32c), strict=True))
         packed = {name: columns[name].astype(kind).tobytes() for name, kind in _COLUMNS}
-        return ChunkTable(count=len(object), **packed)
+        return ChunkTable(count=len(object), digest=None if digest is None else digest.tobytes(), **packed)
 
 
 _first_chunk = operator.attrgetter("first_chunk")
@@ -203,6 +222,22 @@ class Manifest:
         """Stored bytes of all chunks."""
         return int(self.columns.nbytes.sum())
 
+    @cached_property
+    def is_new(self) -> npt.NDArray[np.bool_]:
+        """By object: whether this save wrote it. The others were there before, most in other checkpoints of the run."""
+        return np.array([is_of_attempt(entry.key, self.document.attempt) for entry in self.objects], dtype=bool)
+
+    @property
+    def nbytes_referenced(self) -> int:
+        """Stored bytes of the chunks that lie in siblings."""
+        elsewhere = np.array([split_key(entry.key)[0] is not None for entry in self.objects], dtype=bool)
+        return int(self.columns.nbytes[elsewhere[self.columns.object]].sum())
+
+    @property
+    def nbytes_new(self) -> int:
+        """Stored bytes of the chunks that this save wrote."""
+        return int(self.columns.nbytes[self.is_new[self.columns.object]].sum())
+
     def encode(self) -> bytes:
         body = msgspec.json.encode(self.document)
         return body[:-1] + _tail(body[:-1])
@@ -229,7 +264,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     try:
         document = msgspec.json.decode(data, type=Document)
     except msgspec.DecodeError as error:
-        raise FormatError(f"{where}: malformed manifest: {error}") from error
+        raise FormatError(f"{where}: malformed manifest: {error}{_newer(header.version)}") from error
     try:
         manifest = Manifest(document)
         _check_numbers(document)
@@ -238,8 +273,15 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         _check_arrays(manifest)
         _check_tree(manifest)
     except FormatError as error:
-        raise FormatError(f"{where}: {error}") from error
+        raise FormatError(f"{where}: {error}{_newer(header.version)}") from error
     return manifest
+
+
+def _newer(version: str) -> str:
+    """Minor versions only add things, but what one of them adds may be what cannot be read here."""
+    if int(version.partition(".")[2]) <= MINOR:
+        return ""
+    return f" (it has format {version}, this cloudckpt reads {VERSION}: a newer one may read it)"
 
 
 def _check_version(version: str, where: str) -> None:
@@ -259,6 +301,8 @@ def _check_numbers(document: Document) -> None:
         raise FormatError(f"impossible world size {_shown(document.world_size)}")
     if document.step is not None and not 0 <= document.step <= MAX_STEP:
         raise FormatError(f"impossible step {_shown(document.step)}")
+    if not 0 <= document.branch <= MAX_STEP:
+        raise FormatError(f"impossible branch {_shown(document.branch)}")
     if any(not 0 <= extent < _MAX_BYTES for mesh in document.meshes for extent in mesh.shape):
         raise FormatError("impossible shape of a mesh")
 
@@ -273,17 +317,20 @@ def _check_table(manifest: Manifest) -> None:
     for name, kind in _COLUMNS:
         if len(getattr(table, name)) != table.count * np.dtype(kind).itemsize:
             raise FormatError(f"chunk table: column {name!r} does not hold {table.count} rows")
+    if table.digest is not None and len(table.digest) != table.count * DIGEST_BYTES:
+        raise FormatError(f"chunk table: column 'digest' does not hold {table.count} rows")
 
 
 def _check_objects(manifest: Manifest) -> None:
     keys = set()
     for entry in manifest.objects:
-        check_key(entry.key)
+        step_dir, _ = split_key(check_key(entry.key))
         if entry.key in keys:
             raise FormatError(f"object {entry.key!r} is listed twice")
         if not 0 <= entry.nbytes < _MAX_BYTES or not 0 <= entry.crc32c < 2**32:
             raise FormatError(f"object {entry.key!r}: impossible size or checksum")
-        if not 0 <= entry.rank < manifest.document.world_size:
+        # A sibling may have been saved by more ranks.
+        if not 0 <= entry.rank < (manifest.document.world_size if step_dir is None else MAX_RANKS):
             raise FormatError(f"object {entry.key!r}: impossible rank {_shown(entry.rank)}")
         keys.add(entry.key)
     columns = manifest.columns

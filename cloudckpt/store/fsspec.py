@@ -19,7 +19,7 @@ from cloudckpt.store import probe
 from cloudckpt.store.base import Buffer, ObjectInfo, RequestCounts, Upload, byte_view
 from cloudckpt.store.counts import Counter
 from cloudckpt.store.fsspec_errors import facts, translated
-from cloudckpt.store.paths import check_key, clean_prefix, join, mask, scheme_of
+from cloudckpt.store.paths import clean_prefix, join, mask, place, scheme_of
 from cloudckpt.store.retry import Backoff, call
 
 T = TypeVar("T")
@@ -240,7 +240,7 @@ class FsspecStore:
         # on some (fsspec/s3fs#838).
         all_keys = tuple(dict.fromkeys(keys))
         for key in all_keys:
-            check_key(key)
+            self._path(key)  # refuses all before any is deleted
         with ThreadPoolExecutor(max_workers=self._config.num_threads) as pool:
             reasons = pool.map(self._delete_one, all_keys)
             return {key: reason for key, reason in zip(all_keys, reasons, strict=True) if reason is not None}
@@ -355,7 +355,7 @@ class FsspecStore:
         )
 
     def _path(self, key: str) -> str:
-        return join(self._root, check_key(key)) if self._root else check_key(key)
+        return place(self._root, key, top=self._root.partition("/")[0] if self._is_object_store else "")
 
     def _top(self, prefix: str) -> str:
         prefix = clean_prefix(prefix)

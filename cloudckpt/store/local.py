@@ -17,10 +17,11 @@ from pathlib import Path
 
 from cloudckpt.config import Config
 from cloudckpt.errors import NotFoundError, StoreError
+from cloudckpt.format.keys import parse_step, split_key
 from cloudckpt.store import temporary
 from cloudckpt.store.base import Buffer, ObjectInfo, RequestCounts, Upload, byte_view
 from cloudckpt.store.counts import Counter
-from cloudckpt.store.paths import check_key, clean_prefix
+from cloudckpt.store.paths import clean_prefix, place
 from cloudckpt.store.retry import call
 
 READ_BYTES = 1024 * 1024
@@ -157,7 +158,12 @@ class LocalStore:
         """Nothing to give back."""
 
     def _path(self, key: str) -> Path:
-        return self._root / check_key(key)
+        root = self._root
+        if split_key(key)[0] is not None and parse_step(root.name) is None:
+            # A link of another name ("latest") leads to the step whose siblings are meant; a step that is a link to
+            # another disk has those that it seems to have.
+            root = Path(os.path.realpath(root))
+        return Path(place(root.as_posix(), key))
 
     def _open(self, key: str) -> int:
         """A descriptor of a regular file: a FIFO would wait for a writer, a device may do anything."""

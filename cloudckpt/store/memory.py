@@ -11,7 +11,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from cloudckpt.errors import NotFoundError, StoreError
 from cloudckpt.store.base import Buffer, ObjectInfo, RequestCounts, Upload
 from cloudckpt.store.counts import Counter
-from cloudckpt.store.paths import check_key, clean_prefix, join
+from cloudckpt.store.paths import clean_prefix, place
 
 # fsspec's dictionary has no compare-and-set of its own.
 _lock = threading.Lock()
@@ -111,7 +111,7 @@ class MemoryStore:
         """Nothing to give back; the objects live as long as the process."""
 
     def _path(self, key: str) -> str:
-        return join(self._root, check_key(key)) if self._root else f"/{check_key(key)}"
+        return place(self._root or "/", key, top="/")
 
     def _prefix(self, prefix: str) -> str:
         prefix = clean_prefix(prefix)

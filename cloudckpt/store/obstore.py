@@ -20,7 +20,7 @@ from cloudckpt.store.obstore_clients import make_clients
 from cloudckpt.store.obstore_errors import facts, translated
 from cloudckpt.store.obstore_upload import ObstoreUpload
 from cloudckpt.store.parts import part_size, parts_in_flight
-from cloudckpt.store.paths import check_key, clean_prefix, join, mask, scheme_of
+from cloudckpt.store.paths import clean_prefix, join, mask, place, scheme_of
 from cloudckpt.store.retry import Backoff, call
 
 T = TypeVar("T")
@@ -259,7 +259,7 @@ class ObstoreStore:
         )
 
     def _path(self, key: str) -> str:
-        return join(self._prefix, check_key(key))
+        return place(self._prefix, key)
 
     def _top(self, prefix: str) -> str:
         prefix = clean_prefix(prefix)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import PurePath
 from urllib.parse import urlsplit, urlunsplit
 
 from cloudckpt.errors import InvalidStateError
+from cloudckpt.format.keys import split_key
 
 _SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]*)(::|://)")
 
@@ -21,6 +23,28 @@ def check_key(key: str) -> str:
     if not key or "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
         raise InvalidStateError(f"not a key below a store's root: {key!r}")
     return key
+
+
+def place(root: str, key: str, *, top: str = "") -> str:
+    """Where an object lies, by its key below ``root`` or below a sibling of it (``../<step dir>/<key>``).
+
+    ``top``: what of the root is a bucket, which has no siblings.
+    """
+    step_dir, below = split_key(key)
+    if step_dir is None:
+        return join(root, check_key(key))
+    if root == top:
+        raise InvalidStateError(f"not a key below a store's root, and {root!r} has nothing beside it: {key!r}")
+    return f"{root[: root.rfind('/') + 1]}{step_dir}/{check_key(below)}"
+
+
+def parent(url: str) -> tuple[str, str]:
+    """A URL without its last part, and that part; ("", ...) where nothing but the scheme stands before it."""
+    if scheme_of(url) is None:
+        path = PurePath(url)
+        return str(path.parent), path.name
+    head, _, name = url.rstrip("/").rpartition("/")
+    return ("", name) if head.endswith((":/", "::")) else (head, name)
 
 
 def clean_prefix(prefix: str) -> str:

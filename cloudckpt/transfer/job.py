@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format import values
+from cloudckpt.format.codec import DIGEST_BYTES
 from cloudckpt.format.dtypes import dtype
 from cloudckpt.format.keys import chunk_key
 from cloudckpt.format.manifest import (
@@ -69,6 +70,7 @@ class Blueprint:
     meshes: tuple[MeshEntry, ...]
     metadata: values.Node
     world_size: int
+    topology: str
     notes: tuple[str, ...] = ()
 
 
@@ -126,6 +128,7 @@ def assemble(blueprint: Blueprint, receipts: Sequence[UploadReceipt]) -> Manifes
             commit_id=uuid.uuid4().hex,
             attempt=blueprint.attempt,
             step=blueprint.step,
+            topology=blueprint.topology,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             writer=f"cloudckpt {version('cloudckpt')}",
             world_size=blueprint.world_size,
@@ -144,17 +147,27 @@ def _joined(plan: ArrayPlan, receipts: Sequence[UploadReceipt]) -> tuple[tuple[O
     count = len(plan.chunks.owner)
     times = np.zeros(count, dtype=np.int64)
     columns: list[npt.NDArray[Any]] = [np.zeros(count, dtype=np.int64) for _ in range(4)]
-    objects: list[ObjectEntry] = []
+    digests = None
+    if all(receipt.digest is not None for receipt in receipts):
+        digests = np.zeros((count, DIGEST_BYTES), dtype=np.uint8)
+    objects: dict[str, ObjectEntry] = {}  # several ranks may refer to one that was there before
+    numbers: dict[str, int] = {}
     for receipt in receipts:
         np.add.at(times, receipt.chunk, 1)
-        parts = (receipt.object + len(objects), receipt.byte_offset, receipt.nbytes, receipt.crc32c)
+        for entry in receipt.objects:
+            objects.setdefault(entry.key, entry)
+            numbers.setdefault(entry.key, len(numbers))
+        number = np.array([numbers[entry.key] for entry in receipt.objects], dtype=np.int64)
+        parts = (number[receipt.object], receipt.byte_offset, receipt.nbytes, receipt.crc32c)
         for column, part in zip(columns, parts, strict=True):
             column[receipt.chunk] = part
-        objects.extend(receipt.objects)
+        if digests is not None and receipt.digest is not None:
+            digests[receipt.chunk] = receipt.digest
     wrong = np.nonzero(times != 1)[0]
     if len(wrong):
         raise _miscounted(plan, int(wrong[0]), int(times[wrong[0]]))
-    return tuple(objects), ChunkColumns.pack(*columns)
+    holder, byte_offset, nbytes, crc32c = columns
+    return tuple(objects.values()), ChunkColumns.pack(holder, byte_offset, nbytes, crc32c, digests)
 
 
 def _miscounted(plan: ArrayPlan, chunk: int, times: int) -> InvalidStateError:

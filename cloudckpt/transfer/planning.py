@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from hashlib import blake2b
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from cloudckpt.plan.skeleton import Skeleton, SkeletonNode
 from cloudckpt.plan.tree import LeafSpec, MergedTree, RankTree, Tie, merge, merge_again, ties_hold
 from cloudckpt.plan.writes import plan_save
 from cloudckpt.transfer.job import ArrayPlan, Blueprint, upload_job
+from cloudckpt.transfer.places import Base, KeptSave
 from cloudckpt.transfer.upload import UploadJob
 
 T = TypeVar("T")
@@ -51,6 +53,7 @@ class SaveOptions:
     check_replicas: str
     chunk_bytes: int
     rules: str | None = None
+    incremental: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +68,17 @@ class RankLayout:
 
     def digest(self, options: SaveOptions) -> bytes:
         """Differs wherever another plan might come out, or another error."""
+        planned = replace(options, url="", step=None, overwrite=False, incremental=False)
+        found = blake2b(self.topology, digest_size=16)
+        found.update(msgspec.json.encode([planned, self.matched]))
+        return found.digest()
+
+    @cached_property
+    def topology(self) -> bytes:
+        """A digest of what the rank holds, but for bytes and plain values."""
         found = blake2b(digest_size=16)
-        planned = replace(options, url="", step=None, overwrite=False)
         leaves = [(*_leaf_fields(spec), spec.tie and _tie_fields(spec.tie)) for spec in self.leaves]
-        found.update(msgspec.json.encode([planned, self.skeleton, leaves, self.meshes, self.matched]))
+        found.update(msgspec.json.encode([self.skeleton, leaves, self.meshes]))
         for item in fields(PieceTable):
             column = getattr(self.pieces, item.name)
             found.update(msgspec.json.encode([item.name, None if column is None else column.shape]))
@@ -89,7 +99,7 @@ class Description:
     ``values``: the plain values in tree order, as JSON each. ``ties``: what it holds of the arrays that are
     declared as tied, by leaf id. ``plans``: ids of the plans that the rank
     still has for its layout. ``layout``: None where the rank hopes that one of them will do.
-    ``declared``: see `check_found`.
+    ``declared``: see `check_found`. ``kept``: the last save that an incremental one need not look up, see `reuse`.
     """
 
     options: SaveOptions
@@ -100,6 +110,8 @@ class Description:
     plans: tuple[str, ...]
     layout: RankLayout | None
     declared: Mapping[str, bool] = field(default_factory=dict)
+    topology: bytes = b""
+    kept: KeptSave | None = None
 
     def in_brief(self) -> Description:
         """Without the layout, if there is hope."""
@@ -110,13 +122,15 @@ class Description:
 class Assignment:
     """What the coordinator tells all ranks to do. ``plan``: None where they have it already.
 
-    ``checked``: numbers of the arrays whose replicas must prove by digest that they are equal.
+    ``checked``: numbers of the arrays whose replicas must prove by digest that they are equal. ``base``: of an
+    incremental save, where the run has one.
     """
 
     attempt: str
     plan_id: str
     plan: ArrayPlan | None = None
     checked: tuple[int, ...] = ()
+    base: Base | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +173,7 @@ class Planner:
             plans = tuple(i for i, (made_for, _) in self._plans.items() if made_for == digest)
         encoded = tuple(map(msgspec.json.encode, values))
         ties = {spec.id: spec.tie.digests for spec in layout.leaves if spec.tie is not None}
-        return Description(options, digest, encoded, ties, metadata, plans, layout)
+        return Description(options, digest, encoded, ties, metadata, plans, layout, topology=layout.topology)
 
     def assign(
         self, parts: Sequence[Description], rules: ShardingRules | None = None
@@ -197,6 +211,7 @@ class Planner:
             meshes=known.meshes,
             metadata=parts[0].metadata,
             world_size=len(parts),
+            topology=_topology(parts),
             notes=merged.notes,
         )
         return assignment, blueprint
@@ -228,6 +243,10 @@ def _keep(kept: OrderedDict[str, T], name: str, item: T) -> None:
     kept.move_to_end(name)
     while len(kept) > PLANS_KEPT:
         kept.popitem(last=False)
+
+
+def _topology(parts: Sequence[Description]) -> str:
+    return blake2b(b"".join(part.topology for part in parts), digest_size=16).hexdigest()
 
 
 def check_options(parts: Sequence[Description]) -> None:

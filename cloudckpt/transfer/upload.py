@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -12,12 +12,13 @@ import numpy.typing as npt
 
 from cloudckpt.config import Config
 from cloudckpt.errors import InterruptedTransferError
-from cloudckpt.format.codec import Bytes1D, EncodedChunk, checksum, encode_chunk
+from cloudckpt.format.codec import Bytes1D, EncodedChunk, checksum, chunk_digest, encode_chunk
 from cloudckpt.format.grid import Ints
 from cloudckpt.format.keys import pack_key, plain_root
 from cloudckpt.format.manifest import ObjectEntry
 from cloudckpt.format.pack import PackBuilder
 from cloudckpt.store.base import Buffer, Store, Upload
+from cloudckpt.transfer.places import DigestColumn, Places, digest_column
 from cloudckpt.transfer.pool import run_all
 
 Advance = Callable[[int], None]
@@ -52,7 +53,10 @@ class UploadJob:
 
 @dataclass(frozen=True, eq=False)
 class UploadReceipt:
-    """What lies where; row i of the columns is about chunk ``chunk[i]``, ``object`` counts in ``objects``."""
+    """What lies where; row i of the columns is about chunk ``chunk[i]``, ``object`` counts in ``objects``.
+
+    Of an incremental save also the digests, and objects that were there before.
+    """
 
     objects: tuple[ObjectEntry, ...]
     chunk: Ints
@@ -60,19 +64,66 @@ class UploadReceipt:
     byte_offset: Ints
     nbytes: Ints
     crc32c: npt.NDArray[np.uint32]
+    digest: DigestColumn | None = None
+
+    def places(self) -> Places:
+        """The same for a later save of the same plan, of an incremental save."""
+        assert self.digest is not None
+        order = np.argsort(self.chunk)
+        return Places(
+            self.objects,
+            self.chunk[order],
+            self.object[order],
+            self.byte_offset[order],
+            self.nbytes[order],
+            self.crc32c[order],
+            self.digest[order],
+        )
 
 
-@dataclass
 class _Rows:
-    """The columns of a receipt while they grow."""
+    """The columns of a receipt while they grow. ``written`` grows with every object that is there."""
 
-    objects: list[ObjectEntry] = field(default_factory=list)
-    rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    def __init__(self, written: list[ObjectEntry], base: Places | None) -> None:
+        self.written = written
+        self._base = base
+        self._rows: list[tuple[int, int, int, int, int]] = []
+        self._digests: list[bytes] = []
+        self._referred: dict[int, int] = {}
+        """From object of the base to the number that rows give it: below zero, since more may be written yet."""
+
+    @property
+    def is_incremental(self) -> bool:
+        return self._base is not None
+
+    def add(self, chunk: int, number: int, byte_offset: int, encoded: EncodedChunk, digest: bytes) -> None:
+        self._rows.append((chunk, number, byte_offset, encoded.nbytes, encoded.crc32c))
+        self._digests.append(digest)
+
+    def refer(self, chunk: int, digest: bytes) -> bool:
+        """Take the chunk from where it is in the base, if it is there."""
+        base = self._base
+        row = None if base is None else base.find(chunk, digest)
+        if base is None or row is None:
+            return False
+        number = self._referred.setdefault(int(base.object[row]), -1 - len(self._referred))
+        self._rows.append((chunk, number, int(base.byte_offset[row]), int(base.nbytes[row]), int(base.crc32c[row])))
+        self._digests.append(digest)
+        return True
 
     def receipt(self) -> UploadReceipt:
-        table = np.array(self.rows, dtype=np.int64).reshape(-1, 5)
+        table = np.array(self._rows, dtype=np.int64).reshape(-1, 5)
+        number = np.where(table[:, 1] < 0, len(self.written) - 1 - table[:, 1], table[:, 1])
+        referred = () if self._base is None else tuple(self._base.objects[i] for i in self._referred)
+        digests = None if self._base is None else digest_column(self._digests)
         return UploadReceipt(
-            tuple(self.objects), table[:, 0], table[:, 1], table[:, 2], table[:, 3], table[:, 4].astype(np.uint32)
+            (*self.written, *referred),
+            table[:, 0],
+            number,
+            table[:, 2],
+            table[:, 3],
+            table[:, 4].astype(np.uint32),
+            digests,
         )
 
 
@@ -90,12 +141,15 @@ def upload(
     cancel: threading.Event,
     advance: Advance,
     written: list[ObjectEntry],
+    base: Places | None = None,
 ) -> UploadReceipt:
     """Write everything in ``job``, durable on return. Raises InterruptedTransferError once ``cancel`` is set.
 
-    ``written`` grows with every object that is there, also if an error follows.
+    ``written`` grows with every object that is there, also if an error follows. ``base``: None, or what need not
+    be written if its digest is that of the chunk; only for packs.
     """
-    done = _Rows(objects=written)
+    assert base is None or layout == "packed"
+    done = _Rows(written, base)
     stop = threading.Event()
     if layout == "zarr":
         # A chunk that is being put is held up to three times: gathered, joined to its checksum, in the client's hands.
@@ -116,11 +170,13 @@ def _check(stop: threading.Event) -> None:
 
 
 class _Pack:
-    """One pack on its way to the store."""
+    """One pack on its way to the store. ``filled``: unencoded bytes of the chunks in it."""
 
     def __init__(self, store: Store, key: str, nbytes_hint: int) -> None:
         self.key = key
         self.crc32c = 0
+        self.filled = 0
+        self.arrays: dict[str, None] = {}
         self.builder = PackBuilder()
         self.upload: Upload = store.open_upload(key, nbytes_hint)
 
@@ -129,18 +185,58 @@ class _Pack:
             self.crc32c = checksum(data, self.crc32c)
             self.upload.write(data)
 
-    def add_chunk(self, key: str, chunk: EncodedChunk) -> int:
+    def add_chunk(self, write: ChunkWrite, chunk: EncodedChunk) -> int:
         """Append; returns where the chunk starts in the pack."""
-        header = self.builder.begin_stored(key, chunk.nbytes, chunk.crc32)
+        header = self.builder.begin_stored(write.key, chunk.nbytes, chunk.crc32)
         self.write(header, chunk.payload, chunk.suffix)
+        self.filled += write.nbytes
+        self.arrays[write.array] = None
         return self.builder.nbytes - chunk.nbytes
 
-    def close(self, documents: Mapping[str, bytes], rank: int) -> ObjectEntry:
+    def close(self, job: UploadJob) -> ObjectEntry:
+        documents = {"zarr.json": job.group_document} | {f"{n}/zarr.json": job.documents[n] for n in self.arrays}
         for key, document in documents.items():
             self.write(self.builder.deflated(key, document))
         self.write(self.builder.finish())
         self.upload.close()
-        return ObjectEntry(key=self.key, nbytes=self.builder.nbytes, crc32c=self.crc32c, rank=rank)
+        return ObjectEntry(key=self.key, nbytes=self.builder.nbytes, crc32c=self.crc32c, rank=job.rank)
+
+
+class _Packs:
+    """The packs of one rank, one after the other, begun when there is something to put in and closed when full."""
+
+    def __init__(self, store: Store, job: UploadJob, pack_bytes: int, done: _Rows) -> None:
+        self._store = store
+        self._job = job
+        self._pack_bytes = pack_bytes
+        self._done = done
+        self._open: _Pack | None = None
+        self._ahead = sum(write.nbytes for write in job.writes)
+        self._chunks_ahead = len(job.writes)
+
+    def add(self, write: ChunkWrite, encoded: EncodedChunk, digest: bytes) -> None:
+        if self._open is not None and self._open.filled + write.nbytes > self._pack_bytes:
+            self.close()
+        if self._open is None:
+            number = len(self._done.written)
+            hint = min(self._ahead, max(self._pack_bytes, write.nbytes)) + 1024 * self._chunks_ahead
+            self._open = _Pack(self._store, pack_key(self._job.attempt, self._job.rank, number), hint)
+        offset = self._open.add_chunk(write, encoded)
+        self._done.add(write.chunk, len(self._done.written), offset, encoded, digest)
+
+    def passed(self, write: ChunkWrite) -> None:
+        """The chunk needs no room any more: the size of the next pack can be told better."""
+        self._ahead -= write.nbytes
+        self._chunks_ahead -= 1
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._done.written.append(self._open.close(self._job))
+            self._open = None
+
+    def abort(self) -> None:
+        if self._open is not None:
+            self._open.upload.abort()
 
 
 def _upload_packs(
@@ -152,36 +248,20 @@ def _upload_packs(
     advance: Advance,
     done: _Rows,
 ) -> None:
-    for number, batch in enumerate(_batches(job.writes, config.pack_bytes)):
-        size = sum(w.nbytes + 4 for w in batch)
-        pack = _Pack(store, pack_key(job.attempt, job.rank, number), size + 1024 * len(batch))
-        try:
-            for write in batch:
-                _check(stop)
-                encoded = encode_chunk(read_chunk(write), job.compression)
-                offset = pack.add_chunk(write.key, encoded)
-                done.rows.append((write.chunk, number, offset, encoded.nbytes, encoded.crc32c))
-                advance(write.nbytes)
-            names = dict.fromkeys(w.array for w in batch)
-            documents = {"zarr.json": job.group_document} | {f"{n}/zarr.json": job.documents[n] for n in names}
-            done.objects.append(pack.close(documents, job.rank))
-        except BaseException:
-            pack.upload.abort()
-            raise
-
-
-def _batches(writes: Sequence[ChunkWrite], pack_bytes: int) -> Iterator[list[ChunkWrite]]:
-    """Runs of writes that fill a pack; a pack has at least one chunk."""
-    batch: list[ChunkWrite] = []
-    size = 0
-    for write in writes:
-        if batch and size + write.nbytes > pack_bytes:
-            yield batch
-            batch, size = [], 0
-        batch.append(write)
-        size += write.nbytes
-    if batch:
-        yield batch
+    packs = _Packs(store, job, config.pack_bytes, done)
+    try:
+        for write in job.writes:
+            _check(stop)
+            data = read_chunk(write)
+            digest = chunk_digest(data) if done.is_incremental else b""
+            if not done.refer(write.chunk, digest):
+                packs.add(write, encode_chunk(data, job.compression), digest)
+            packs.passed(write)
+            advance(write.nbytes)
+        packs.close()
+    except BaseException:
+        packs.abort()
+        raise
 
 
 def _plain_tasks(
@@ -196,15 +276,15 @@ def _plain_tasks(
         store.put(key, data)
         entry = ObjectEntry(key=key, nbytes=len(data), crc32c=checksum(data), rank=job.rank)
         with lock:
-            done.objects.append(entry)
-            return len(done.objects) - 1
+            done.written.append(entry)
+            return len(done.written) - 1
 
     def put_chunk(write: ChunkWrite) -> None:
         encoded = encode_chunk(read_chunk(write), job.compression)
         data = np.concatenate([encoded.payload, np.frombuffer(encoded.suffix, dtype=np.uint8)])
         number = put(write.key, data)
         with lock:
-            done.rows.append((write.chunk, number, 0, encoded.nbytes, encoded.crc32c))
+            done.add(write.chunk, number, 0, encoded, b"")
         advance(write.nbytes)
 
     def put_document(item: tuple[str, bytes]) -> None:

@@ -40,7 +40,7 @@ def program(*arguments, **environment):
 def test_ls(run, capsys):
     assert main(["ls", str(run)]) == 0
     head, first, second = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert head == ["step", "state", "created", "age", "bytes", "tensors", "chunks", "ranks"]
+    assert head == ["step", "state", "created", "age", "bytes", "referenced", "tensors", "chunks", "ranks"]
     assert first[:2] == ["7", "committed"]
     assert first[-3:] == ["2", "2", "1"]
     assert second[:3] == ["12", "not", "committed"]
@@ -64,7 +64,7 @@ def test_show(run, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     for part in (
         "step 7",
-        "format 1.1, layout packed",
+        "format 1.2, layout packed",
         "metadata {'loss': 1.5}",
         "w float32 [2, 3] 1 x 1 of [2, 3] 28 B",
         "tied same as w",
@@ -84,10 +84,32 @@ def test_show_of_a_sharded_checkpoint(tmp_path, capsys, ranks):
     assert "raw complex32 [10] 4 of [~3], zstd" in shown
 
 
+def test_show_and_ls_tell_new_from_referenced_bytes(tmp_path, capsys):
+    for step in (1, 2):
+        state = {"frozen": torch.zeros(2000), "w": torch.full((100,), float(step))}
+        cloudckpt.save(state, tmp_path / f"step-{step:08d}", step=step, incremental=True)
+    assert main(["show", str(tmp_path / "step-00000001")]) == 0
+    assert "referenced" not in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "step-00000002")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "new        404 B" in lines
+    assert "referenced 7.82 KiB in step-00000001" in lines
+    assert lines[-1].split() == ["0", "1", "1", "404", "1", lines[-1].split()[-1]]
+    assert main(["show", "--json", str(tmp_path / "step-00000002")]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["nbytes"], shown["nbytes_new"]) == (8408, 404)
+    assert shown["nbytes_referenced"] == {"step-00000001": 8004}
+    assert len(shown["topology"]) == 32
+    assert main(["ls", str(tmp_path)]) == 0
+    first, second = capsys.readouterr().out.splitlines()[1:]
+    assert "  0 B  " in first
+    assert "  7.82 KiB  " in second
+
+
 def test_show_as_json(run, capsys):
     assert main(["show", "--json", str(run / "step-00000007")]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["step"], shown["version"], shown["world_size"]) == (7, "1.1", 1)
+    assert (shown["step"], shown["version"], shown["world_size"]) == (7, "1.2", 1)
     assert shown["tree"]["w"] == shown["tree"]["tied"] == {"$": "tensor", "array": "w"}
     assert shown["arrays"][0] == {
         "name": "w",

@@ -1,20 +1,22 @@
 """Makes the golden checkpoints of a format version: run once for each version, never again.
 
-    torchrun --nproc-per-node 4 tests/data/make_golden.py tests/data/format-1.1
+    torchrun --nproc-per-node 4 tests/data/make_golden.py tests/data/format-1.2
 
-Version 1.0 has packed, plain and zstd; 1.1 has layouts, what is new in it.
+Version 1.0 has packed, plain and zstd; 1.1 has layouts, 1.2 two runs of incremental saves: what was new in each.
 
 What must be in them is written down on its own in tests/test_golden.py.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections import OrderedDict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import cloudckpt
 from cloudckpt.format.dtypes import DTYPES
+from cloudckpt.format.manifest import Manifest, decode_manifest
 
 
 def pattern(name: str) -> torch.Tensor:
@@ -116,13 +119,50 @@ def make_layouts(rank: int) -> tuple[dict[str, Any], cloudckpt.ShardingRules]:
     return state, cloudckpt.ShardingRules([("qkv", {"tp": 0}, {0: [4, 2, 2]})], parallel)
 
 
+def make_step(step: int) -> dict[str, Any]:
+    """Two thirds are frozen. The trained third differs in its last row."""
+    mesh = init_device_mesh("cpu", (4,))
+    frozen = torch.arange(64, dtype=torch.float32).reshape(16, 4)
+    trained = torch.arange(32, dtype=torch.bfloat16).reshape(8, 4)
+    trained[-1] = step - 1200
+    return {
+        "frozen": distribute_tensor(frozen, mesh, [Shard(0)]),
+        "trained": distribute_tensor(trained, mesh, [Shard(0)]),
+        "step": step,
+    }
+
+
+def make_runs(folder: Path) -> None:
+    config = cloudckpt.Config(chunk_bytes=32)
+    for name, compression in (("packed", None), ("zstd", "zstd")):
+        for step in (1200, 1201, 1202):
+            url = folder / name / f"step-{step:08d}"
+            cloudckpt.save(make_step(step), url, step=step, incremental=True, compression=compression, config=config)
+    if dist.get_rank() != 0:
+        return
+    # What this program sets only for a run that went back, and at a caller's wish.
+    manifest = folder / "packed" / "step-00001202" / "manifest.json"
+    document = decode_manifest(manifest.read_bytes(), str(manifest)).document
+    changed = msgspec.structs.replace(document, branch=2, model_version="v3")
+    manifest.write_bytes(Manifest(changed).encode())
+    for name in ("packed", "zstd"):
+        # The last step refers to the first, and needs none between.
+        shutil.rmtree(folder / name / "step-00001201")
+
+
 def main(folder: Path) -> None:
     dist.init_process_group("gloo")
-    if folder.name != "format-1.0":
+    if folder.name == "format-1.1":
         layouts, rules = make_layouts(dist.get_rank())
         cloudckpt.save(layouts, folder / "layouts", rules=rules, step=1100)
-        dist.destroy_process_group()
-        return
+    elif folder.name == "format-1.2":
+        make_runs(folder)
+    else:
+        make_first(folder)
+    dist.destroy_process_group()
+
+
+def make_first(folder: Path) -> None:
     state = make_state(dist.get_rank())
     types = {"types": {name: pattern(name) for name in DTYPES}}
     small, large = cloudckpt.Config(chunk_bytes=96), cloudckpt.Config(chunk_bytes=512)
@@ -130,7 +170,6 @@ def main(folder: Path) -> None:
     cloudckpt.save(state | types, folder / "packed", config=small, **about)
     cloudckpt.save(state, folder / "plain", layout="zarr", config=large, **about)
     cloudckpt.save(state, folder / "zstd", compression="zstd", config=large, **about)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

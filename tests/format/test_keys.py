@@ -211,6 +211,49 @@ def test_unsafe_keys_are_format_errors(key):
         keys.check_key(key)
 
 
-@pytest.mark.parametrize("key", ["a", "a..b", "...", "a/b.c/d", "é/ü", "a" * 1024, "a b"])
+@pytest.mark.parametrize("key", ["a", "a..b", "...", "a/b.c/d", "é/ü", "a" * 1024, "a b", "../step-7/a/b"])
 def test_safe_keys_pass(key):
     assert keys.check_key(key) == key
+
+
+def test_keys_of_siblings():
+    key = keys.sibling_key("step-00000007", "0123456789ab/r00000-000.zarr.zip")
+    assert keys.split_key(keys.check_key(key)) == ("step-00000007", "0123456789ab/r00000-000.zarr.zip")
+    assert keys.split_key("0123456789ab/x") == (None, "0123456789ab/x")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "../a/b",
+        "../step-1",
+        "../step-1/",
+        "../step-x/a",
+        "../step-1/../a",
+        "../step-1//a",
+        "../../step-1/a",
+        "../step-1/c:/a",
+    ],
+)
+def test_unsafe_keys_of_siblings_are_format_errors(key):
+    with pytest.raises(FormatError, match="object key"):
+        keys.check_key(key)
+
+
+def test_leases_are_told_from_other_objects():
+    assert keys.parse_lease(f"step-12/{keys.lease_key('0123456789ab')}") == ("step-12", "0123456789ab")
+    for key in (
+        "step-12/0123456789ab/r00000-000.zarr.zip",
+        "other/0123456789ab/lease",
+        "step-12/lease",
+        "step-12/x/lease",
+    ):
+        assert keys.parse_lease(key) is None
+
+
+def test_what_an_attempt_wrote():
+    attempt = "0123456789ab"
+    assert keys.is_of_attempt(keys.pack_key(attempt, 0, 0), attempt)
+    assert keys.is_of_attempt(f"{keys.plain_root(attempt)}/w/c/0", attempt)
+    assert not keys.is_of_attempt(keys.pack_key("ba9876543210", 0, 0), attempt)
+    assert not keys.is_of_attempt(keys.sibling_key("step-1", keys.pack_key(attempt, 0, 0)), attempt)

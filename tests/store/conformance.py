@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 
@@ -42,6 +43,9 @@ def read(store: Store, key: str, byte_offset: int, nbytes: int) -> bytes:
 
 def keys(store: Store, prefix: str = "") -> list[str]:
     return [found.key for found in store.list(prefix)]
+
+
+_BESIDE = ("../a/b", "../step-1", "../step-1/", "../step-1/../b", "../../step-1/a", "x/../step-1/a", "../step-x/a")
 
 
 class StoreConformance:
@@ -154,10 +158,25 @@ class StoreConformance:
             lambda key: store.delete([key]),
             lambda key: read(store, key, 0, 1),
         ]
-        for key in ("", "/a", "a/", "a//b", "../a", "a/../b", ".", "a\0b"):
+        for key in ("", "/a", "a/", "a//b", "../a", "a/../b", ".", "a\0b", *_BESIDE):
             for call in calls:
                 with pytest.raises(InvalidStateError):
                     call(key)
+
+    def test_objects_of_a_sibling(self, store: Store):
+        key = f"../step-{secrets.randbelow(10**12):08d}/0123456789ab/r00000-000.zarr.zip"
+        with pytest.raises(NotFoundError):
+            store.size(key)
+        store.put(key, b"0123456789")
+        try:
+            assert store.get(key) == b"0123456789"
+            assert store.size(key) == 10
+            assert read(store, key, 3, 4) == b"3456"
+            assert keys(store) == []
+        finally:
+            assert store.delete([key]) == {}
+        with pytest.raises(NotFoundError):
+            store.get(key)
 
     def test_list_takes_whole_path_parts(self, store: Store):
         for key in ("a/b", "a/c/d", "ab/c", "a.txt", "z"):
