@@ -261,10 +261,11 @@ def resolve(url: str, storage_options: Mapping[str, Any] | None = None, config: 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on, ``group=`` takes a `Rank`, and its ``storage_options`` open what it is to work on."""
-    from cloudckpt import _load, _save
+    from cloudckpt import _load, _save, _write
     from cloudckpt.transfer import pool
 
     for module in (_save, _load):
         monkeypatch.setattr(module, "make_group", lambda group, timeout_s: group)
+    for module in (_write, _load):
         monkeypatch.setattr(module, "resolve", resolve)
     monkeypatch.setattr(pool, "GRACE_S", HANG_S)  # a rank that is held is not a rank that stalls

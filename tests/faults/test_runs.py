@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import cloudckpt
 from cloudckpt import catalog
-from cloudckpt._save import Commit
+from cloudckpt._write import Commit
 from cloudckpt.errors import AlreadyCommittedError, CloudckptError, NotFoundError, RankError, StoreError
 from cloudckpt.format.keys import step_dir
 from cloudckpt.store.memory import MemoryStore
