@@ -25,7 +25,7 @@ from cloudckpt.store.memory import MemoryStore
 
 K = TypeVar("K")
 
-CONFIG = Config(chunk_bytes=16, pack_bytes=40, num_threads=1)
+CONFIG = Config(chunk_bytes=16, pack_bytes=24, num_threads=1)
 """One thread, so that a rank is one thing at a time. With it a small tensor has several chunks and packs."""
 
 STORE_CALLS = {"get", "size", "put", "put_if_absent", "honours_conditions", "list", "common_prefixes", "delete"}
@@ -41,11 +41,12 @@ class KilledError(BaseException):
 class Fault:
     """What happens at event number ``at`` of a job; an event is the moment before or after a call of a store.
 
-    "refuse" is an error of the store: after a call its effect is there, and its answer lost.
+    "refuse" is an error of the store: after a call its effect is there, and its answer lost. "repeat" is a call that
+    is made again since its answer was lost.
     """
 
     at: int
-    kind: Literal["kill job", "kill rank", "refuse"]
+    kind: Literal["kill job", "kill rank", "refuse", "repeat"]
 
 
 class Rank:
@@ -89,10 +90,12 @@ class Rank:
         return pickle.loads(outcome)
 
     def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        self._event(f"before {name}")
-        answer = function(*args)
-        self._event(f"after {name}")
-        return answer
+        if self._event(f"before {name}") == "repeat" and name in STORE_CALLS:
+            function(*args)
+        try:
+            return function(*args)
+        finally:
+            self._event(f"after {name}")
 
     def hold(self, ready: Callable[[], bool]) -> None:
         """Let others run, until the job lets this rank go on."""
@@ -103,14 +106,16 @@ class Rank:
         if self.rank in self.job.dead:
             raise KilledError
 
-    def _event(self, name: str) -> None:
+    def _event(self, name: str) -> str | None:
         self.hold(lambda: True)
         job = self.job
         job.events.append(f"rank {self.rank}: {name}")
         if job.fault is None or len(job.events) - 1 != job.fault.at:
-            return
+            return None
         if job.fault.kind == "refuse":
             raise StoreError(f"refused {name}")
+        if job.fault.kind == "repeat":
+            return "repeat"
         job.dead |= {*range(self.size)} if job.fault.kind == "kill job" else {self.rank}
         raise KilledError
 
@@ -142,7 +147,7 @@ def _concluded(
 
 
 class Job:
-    """``size`` ranks that do one thing after another, until they are killed. ``seed``: of the order in which they run."""
+    """``size`` ranks that do one thing after another, until they are killed. ``seed``: of the order of their events."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.size = size
@@ -243,12 +248,12 @@ class HeldUpload:
     def write(self, data: Any) -> None:
         if self._is_new:
             self._is_new = False
-            self._rank.call("write", self._real.write, data)
+            self._rank.call("upload.write", self._real.write, data)
         else:
             self._real.write(data)
 
     def close(self) -> None:
-        self._rank.call("close", self._real.close)
+        self._rank.call("upload.close", self._real.close)
 
     def abort(self) -> None:
         self._real.abort()

@@ -14,7 +14,7 @@ import pytest
 
 from cloudckpt import catalog
 from cloudckpt.format.keys import step_dir
-from tests.faults.toil import CONFIG, NUM_STEPS, Ledger, Toil, value_at, work
+from tests.faults.toil import NUM_STEPS, Ledger, Toil, value_at, work
 from tests.recipes.kills import Zygote
 from tests.servers.process import S3Server
 

@@ -6,8 +6,8 @@ After every rule the whole run is read. What has changed since must be the work 
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 import cloudckpt
-from cloudckpt import catalog
 from cloudckpt._write import Commit
 from cloudckpt.errors import AlreadyCommittedError, CloudckptError, NotFoundError, RankError, StoreError
-from cloudckpt.format.keys import step_dir
-from cloudckpt.store.memory import MemoryStore
+from cloudckpt.format.keys import MANIFEST, parse_step, step_dir
+from cloudckpt.format.manifest import decode_manifest
 from tests.faults.simulated import CONFIG, Fault, Job, Rank, install
 
 ROWS = 10
@@ -80,8 +79,9 @@ class Runs(RuleBasedStateMachine):
         self.saves: dict[int, Save] = {}
         """What each writer is at."""
         self.steps: dict[int, int] = {}
-        """What was last seen in the run: values by step."""
-        self.seen: dict[str, Any] = {}
+        """What is in the run: values by step."""
+        self.read: dict[Any, tuple[dict[str, Any], int]] = {}
+        """By manifest: the objects that were read, and the value that they have."""
 
     def url(self, step: int) -> str:
         return f"{self.root}/{step_dir(step)}"
@@ -89,8 +89,9 @@ class Runs(RuleBasedStateMachine):
     writers = st.sampled_from([0, 1])
     sizes = st.integers(1, 3)
     steps_of_a_run = st.integers(1, 3)
-    counts = st.integers(1, 40)
-    faults = st.none() | st.builds(Fault, counts, st.sampled_from(["kill job", "kill rank", "refuse"]))
+    counts = st.integers(1, 30)
+    layouts = st.sampled_from(["packed", "packed", "zarr"])
+    faults = st.none() | st.builds(Fault, counts, st.sampled_from(["kill job", "kill rank", "refuse", "repeat"]))
 
     @rule(writer=writers, size=sizes, seed=st.integers(0, 1000))
     def begin_anew(self, writer: int, size: int, seed: int) -> None:
@@ -102,16 +103,27 @@ class Runs(RuleBasedStateMachine):
         writer=writers,
         step=steps_of_a_run,
         overwrite=st.booleans(),
-        layout=st.sampled_from(["packed", "packed", "zarr"]),
+        layout=layouts,
         fault=faults,
         stop_after=st.none() | counts,
     )
     def save(self, writer: int, step: int, overwrite: bool, layout: Any, fault: Fault | None, stop_after: int | None):
         """From the beginning to the end, or to where it is held."""
-        job = self.job(writer)
-        if job.is_busy:
+        self.begin(writer, step, overwrite, layout, fault)
+        self.go_on(writer, stop_after)
+
+    @rule(step=steps_of_a_run, overwrite=st.tuples(st.booleans(), st.booleans()), seed=st.integers(0, 1000))
+    def race(self, step: int, overwrite: tuple[bool, bool], seed: int) -> None:
+        """Both writers save one step at the same time."""
+        dice = random.Random(seed)
+        for writer in (0, 1):
+            self.begin(writer, step, overwrite[writer], "packed", None)
+        while self.saves:
+            self.go_on(dice.choice([*self.saves]), dice.randint(1, 10))
+
+    def begin(self, writer: int, step: int, overwrite: bool, layout: Any, fault: Fault | None) -> None:
+        if self.job(writer).is_busy:
             self.go_on(writer, None)
-            job = self.job(writer)
         save = self.saves[writer] = Save(step, next(self.values), overwrite)
 
         def saved(rank: Rank) -> Commit:
@@ -126,8 +138,7 @@ class Runs(RuleBasedStateMachine):
                 config=CONFIG,
             )
 
-        job.start(saved, fault)
-        self.go_on(writer, stop_after)
+        self.job(writer).start(saved, fault)
 
     @precondition(lambda self: any(job.is_busy for job in self.jobs.values()))
     @rule(writer=writers, num_events=st.none() | counts)
@@ -197,16 +208,14 @@ class Runs(RuleBasedStateMachine):
         return self.jobs.setdefault(writer, Job(2, 0))
 
     def look(self, save: Save | None) -> None:
-        """Read all that is there; ``save`` is what may have changed it."""
-        objects = self.objects()
-        if objects == self.seen:
-            return
-        self.seen = objects
-        found = {
-            entry.step: value_of(cloudckpt.read(f"{self.root}/{entry.name}", config=CONFIG))
-            for entry in catalog.list_steps(MemoryStore(self.root))
-            if entry.manifest is not None
-        }
+        """See what is in the run now; ``save`` is what may have changed it."""
+        found = {}
+        for path, file in self.objects().items():
+            directory, _, name = path.rpartition("/")
+            if name == MANIFEST:
+                step = parse_step(directory.rpartition("/")[2])
+                assert step is not None
+                found[step] = self.value_in(directory, file)
         changed = {step for step in found.keys() | self.steps.keys() if found.get(step) != self.steps.get(step)}
         if changed:
             assert save is not None
@@ -216,6 +225,18 @@ class Runs(RuleBasedStateMachine):
             assert not save.took_effect, save
             save.took_effect = True
         self.steps = found
+
+    def value_in(self, directory: str, manifest: Any) -> int:
+        """Of a committed checkpoint; it is read again if any of its objects is not the one that was read before."""
+        if manifest in self.read:
+            objects, value = self.read[manifest]
+            if all(MemoryFileSystem.store.get(path) is file for path, file in objects.items()):
+                return value
+        url = f"memory:/{directory}"
+        value = value_of(cloudckpt.read(url, config=CONFIG))
+        paths = [f"{directory}/{entry.key}" for entry in decode_manifest(manifest.getvalue(), url).objects]
+        self.read[manifest] = ({path: MemoryFileSystem.store[path] for path in paths}, value)
+        return value
 
     def objects(self) -> dict[str, Any]:
         """All that is stored. An object that was replaced is another one."""
