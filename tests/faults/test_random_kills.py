@@ -14,7 +14,7 @@ import pytest
 
 from cloudckpt import catalog
 from cloudckpt.format.keys import step_dir
-from tests.faults.toil import NUM_STEPS, Ledger, Toil, value_at, work
+from tests.faults.toil import NUM_STEPS, Ledger, Toil, await_start, value_at, work
 from tests.recipes.kills import Zygote
 from tests.servers.process import S3Server
 
@@ -22,8 +22,9 @@ KILLS_PER_RUN = 15
 """What dead jobs leave behind stays in the run; so many of them work on the same one."""
 
 
-def killer(seconds: float, victims: Sequence[int] | None) -> Callable[[Sequence[int]], None]:
+def killer(toil: Toil, seconds: float, victims: Sequence[int] | None) -> Callable[[Sequence[int]], None]:
     def kill(pids: Sequence[int]) -> None:
+        await_start(toil, len(pids))
         time.sleep(seconds)
         for rank, pid in enumerate(pids):
             if victims is None or rank in victims:
@@ -46,7 +47,7 @@ def kill_again_and_again(
                 run, options = f"s3://{bucket}/run", server.storage_options
         toil = Toil(run, options, str(tmp_path / "log"), dice.randrange(10**6), 1000 * number, ways)
         victims = None if dice.random() < 0.5 else [dice.randrange(size)]
-        ended = zygote.run([(work, toil)] * size, killer(dice.uniform(0, longest_s), victims))
+        ended = zygote.run([(work, toil)] * size, killer(toil, dice.uniform(0, longest_s), victims))
         killed = [rank for rank, end in enumerate(ended) if end.signal == signal.SIGKILL]
         assert killed == [*range(size)] if victims is None else killed == victims, ended
         for end in ended:
@@ -79,12 +80,12 @@ def test_one_process(zygote: Zygote, tmp_path: Path, count: int):
 @counts(5, 60)
 @pytest.mark.timeout(900)
 def test_ranks(zygote: Zygote, tmp_path: Path, count: int):
-    ways = ["save", "zarr"]
-    kill_again_and_again(zygote, tmp_path, count, server=None, size=2, longest_s=1.5, ways=ways)
+    ways = ["save", "zarr", "thread"]
+    kill_again_and_again(zygote, tmp_path, count, server=None, size=2, longest_s=0.5, ways=ways)
 
 
 @counts(8, 100)
 @pytest.mark.timeout(900)
 def test_one_process_on_a_server(zygote: Zygote, juicefs_s3: S3Server, tmp_path: Path, count: int):
     ways = ["save", "zarr", "thread"]
-    kill_again_and_again(zygote, tmp_path, count, server=juicefs_s3, size=1, longest_s=0.8, ways=ways)
+    kill_again_and_again(zygote, tmp_path, count, server=juicefs_s3, size=1, longest_s=0.5, ways=ways)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -98,25 +100,35 @@ def work(toil: Toil) -> None:
     """As one rank, until the process is killed."""
     import torch.distributed as dist
 
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    log, dice = Log(f"{toil.log}.{rank}"), random.Random(toil.seed)
-    value = toil.first_value
-    while True:
-        way, step = dice.choice(toil.ways), dice.randrange(NUM_STEPS)
-        with log.during(way, step, value):
-            WAYS[way](toil, step, _sharded(state_of(value)))
-        value += 1
-
-
-def _sharded(state: dict[str, Any]) -> dict[str, Any]:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
+    rank, mesh = 0, None
     if dist.is_initialized():
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        from torch.distributed.device_mesh import init_device_mesh
+
+        rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
+        _sharded(state_of(0), mesh)
+        dist.barrier()  # from here on nobody waits for anybody, but in what is tested
+    log, dice = Log(f"{toil.log}.{rank}"), random.Random(toil.seed)
+    for value in itertools.count(toil.first_value):
+        way, step = dice.choice(toil.ways), dice.randrange(NUM_STEPS)
+        state = _sharded(state_of(value), mesh)
+        with log.during(way, step, value):
+            WAYS[way](toil, step, state)
+
+
+def _sharded(state: dict[str, Any], mesh: Any) -> dict[str, Any]:
+    if mesh is not None:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
         state["w"] = distribute_tensor(state["w"], mesh, [Shard(0)], src_data_rank=None)
     return state
+
+
+def await_start(toil: Toil, size: int, seconds: float = 60.0) -> None:
+    """Until all ranks of a job have come to what they toil at."""
+    deadline = time.monotonic() + seconds
+    while not all(Path(f"{toil.log}.{rank}").exists() for rank in range(size)):
+        assert time.monotonic() < deadline, "the job does not start"
+        time.sleep(0.002)
 
 
 @dataclass
