@@ -14,7 +14,7 @@ import pytest
 
 from cloudckpt import catalog
 from cloudckpt.format.keys import step_dir
-from tests.faults.toil import NUM_STEPS, Ledger, Toil, await_start, value_at, work
+from tests.faults.toil import NUM_STEPS, Ledger, Toil, await_one_more, await_start, value_at, wait_until, work
 from tests.recipes.kills import Zygote
 from tests.servers.process import S3Server
 
@@ -53,7 +53,7 @@ def kill_again_and_again(
         for end in ended:
             assert end.signal or (end.raised or "").startswith("RankError"), end
         before = len(ledger.cut_off)
-        ledger.take([Path(f"{toil.log}.{rank}") for rank in range(size)])
+        ledger.take(toil.logs(size))
         done += ledger.cut_off[before:] or ["nothing"]
         for step in range(NUM_STEPS):
             ledger.settle(step, value_at(f"{run}/{step_dir(step)}", options))
@@ -77,7 +77,7 @@ def test_one_process(zygote: Zygote, tmp_path: Path, count: int):
     assert set(ways) <= set(done)
 
 
-@counts(5, 60)
+@counts(4, 60)
 @pytest.mark.timeout(900)
 def test_ranks(zygote: Zygote, tmp_path: Path, count: int):
     ways = ["save", "zarr", "thread"]
@@ -89,3 +89,39 @@ def test_ranks(zygote: Zygote, tmp_path: Path, count: int):
 def test_one_process_on_a_server(zygote: Zygote, juicefs_s3: S3Server, tmp_path: Path, count: int):
     ways = ["save", "zarr", "thread"]
     kill_again_and_again(zygote, tmp_path, count, server=juicefs_s3, size=1, longest_s=0.5, ways=ways)
+
+
+def helpers_of(pid: int) -> list[int]:
+    """The children of a process."""
+    found = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for children in found for child in children]
+
+
+def is_alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@counts(1, 20)
+@pytest.mark.timeout(900)
+def test_helpers(zygote: Zygote, tmp_path: Path, count: int):
+    """Helpers are killed at any moment, in the end the process that they help, which its last helper may outlive."""
+    dice = random.Random(count)
+    toil = Toil(str(tmp_path / "run"), None, str(tmp_path / "log"), count, 0, ["process"])
+
+    def kill(pids: Sequence[int]) -> None:
+        await_start(toil, 1)
+        for number in range(count + 1):
+            await_one_more(toil, "end")
+            time.sleep(dice.uniform(0, 0.1))
+            (helper,) = helpers_of(pids[0])
+            os.kill(helper if number < count else pids[0], signal.SIGKILL)
+        wait_until(lambda: not is_alive(helper), "the end of what a helper has begun")
+
+    (ended,) = zygote.run([(work, toil)], kill)
+    assert ended.signal == signal.SIGKILL, ended
+    ledger = Ledger()
+    ledger.take(toil.logs(1))
+    assert len(ledger.cut_off) <= count + 1
+    for step in range(NUM_STEPS):
+        ledger.settle(step, value_at(f"{toil.run}/{step_dir(step)}", None))

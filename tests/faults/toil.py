@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 import cloudckpt
 from cloudckpt.config import Config
+from cloudckpt.errors import HelperError
 from cloudckpt.format.keys import step_dir
 
 CONFIG = Config(chunk_bytes=1024, pack_bytes=2100, num_threads=3, rank_timeout_s=1.0, retry_deadline_s=10.0)
@@ -34,6 +35,9 @@ class Toil:
     seed: int
     first_value: int
     ways: Sequence[str]
+
+    def logs(self, size: int) -> list[Path]:
+        return [Path(f"{self.log}.{rank}") for rank in range(size)]
 
 
 def state_of(value: int) -> dict[str, Any]:
@@ -61,10 +65,10 @@ def value_at(url: str, options: Mapping[str, Any] | None) -> int | None:
 class Log:
     """One line for the beginning and one for the end of all that is done. They outlive the process."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    @contextmanager
+    @contextlib.contextmanager
     def during(self, way: str, step: int, value: int) -> Iterator[None]:
         self._write(["begin", way, step, value])
         yield
@@ -84,7 +88,7 @@ def _async(toil: Toil, step: int, state: dict[str, Any], **arguments: Any) -> No
     pending = cloudckpt.async_save(
         state, f"{toil.run}/{step_dir(step)}", step=step, storage_options=toil.options, config=CONFIG, **arguments
     )
-    state["b"].zero_()  # the state is the caller's again
+    state["b"].zero_()  # it is the caller's again
     pending.result()
 
 
@@ -107,11 +111,12 @@ def work(toil: Toil) -> None:
         rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
         _sharded(state_of(0), mesh)
         dist.barrier()  # from here on nobody waits for anybody, but in what is tested
-    log, dice = Log(f"{toil.log}.{rank}"), random.Random(toil.seed)
+    log, dice = Log(toil.logs(rank + 1)[rank]), random.Random(toil.seed)
     for value in itertools.count(toil.first_value):
         way, step = dice.choice(toil.ways), dice.randrange(NUM_STEPS)
         state = _sharded(state_of(value), mesh)
-        with log.during(way, step, value):
+        # Without its helper a process goes on; the save that was lost with it has no end.
+        with contextlib.suppress(HelperError), log.during(way, step, value):
             WAYS[way](toil, step, state)
 
 
@@ -123,12 +128,27 @@ def _sharded(state: dict[str, Any], mesh: Any) -> dict[str, Any]:
     return state
 
 
-def await_start(toil: Toil, size: int, seconds: float = 60.0) -> None:
-    """Until all ranks of a job have come to what they toil at."""
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
-    while not all(Path(f"{toil.log}.{rank}").exists() for rank in range(size)):
-        assert time.monotonic() < deadline, "the job does not start"
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
         time.sleep(0.002)
+
+
+def await_start(toil: Toil, size: int) -> None:
+    """Until all ranks of a job have come to what they toil at."""
+    wait_until(lambda: all(path.exists() for path in toil.logs(size)), "the start of a job")
+
+
+def await_one_more(toil: Toil, what: str) -> None:
+    """Until the first rank has written one more such line."""
+    (log,) = toil.logs(1)
+
+    def count() -> int:
+        return log.read_text().count(f'["{what}"')
+
+    before = count()
+    wait_until(lambda: count() > before, f"one more {what}")
 
 
 @dataclass
