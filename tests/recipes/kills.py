@@ -96,6 +96,7 @@ def _serve(pipe: Connection) -> None:
     import boto3  # noqa: F401
     import torch.distributed.tensor  # noqa: F401
 
+    import cloudckpt._async
     import cloudckpt._load
     import cloudckpt._write
     import cloudckpt.store.fallback
