@@ -17,10 +17,10 @@ from cloudckpt.format.keys import (
     PIN,
     clock_dir,
     is_scratch,
+    key_in_run,
     parse_attempt,
     parse_lease,
     parse_step,
-    run_key,
     split_run_key,
 )
 from cloudckpt.format.manifest import decode_manifest
@@ -135,7 +135,7 @@ class Retention:
                 continue  # another process was faster
             # Another save may have replaced it: then this is not what the policies have judged.
             if manifest.document.commit_id == saved.commit_id:
-                yield saved, {run_key(saved.name, entry.key): entry.nbytes for entry in manifest.objects}
+                yield saved, {key_in_run(saved.name, entry.key): entry.nbytes for entry in manifest.objects}
 
     def _unused(self, candidates: Collection[str], unseen: Collection[SavedStep]) -> set[str]:
         """What no committed step uses, but for ``unseen``, and no running save relies on."""

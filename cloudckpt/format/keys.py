@@ -87,12 +87,6 @@ def split_run_key(key: str) -> tuple[str, str]:
     return name, below
 
 
-def run_key(name: str, key: str) -> str:
-    """The key, relative to a run, of an object that the manifest in the directory ``name`` lists as ``key``."""
-    sibling, below = split_key(key)
-    return f"{sibling or name}/{below}"
-
-
 def clock_dir() -> str:
     """A new directory of a run, in which a store is asked what time it is."""
     return f".cloudckpt-clock-{secrets.token_hex(8)}"
