@@ -10,20 +10,24 @@ from cloudckpt import _exit_status  # noqa: F401  # its hook has to be among the
 if TYPE_CHECKING:
     from cloudckpt import errors
     from cloudckpt._async import async_save
+    from cloudckpt._flights import RunStatus, SaveInFlight
     from cloudckpt._load import LoadReport, load
     from cloudckpt._read import read
     from cloudckpt._save import save
     from cloudckpt._write import Commit
     from cloudckpt.background.pending import PendingSave
     from cloudckpt.checkpoint import Checkpoint, open_checkpoint
+    from cloudckpt.checkpointer import Checkpointer
     from cloudckpt.config import Config
     from cloudckpt.format.containers import TensorParts
     from cloudckpt.interop.zarr_view import open_zarr
     from cloudckpt.plan.changes import Resize
     from cloudckpt.plan.flat import FlatLayout, FlatParam
+    from cloudckpt.plan.history import SavedStep
     from cloudckpt.plan.names import GlobalNames, global_expert_names, global_layer_names, merge_parts
     from cloudckpt.plan.parallel import ParallelConfig
     from cloudckpt.plan.rename import Concatenate, Split, Stack, Transpose, Unstack
+    from cloudckpt.plan.retention import KeepEvery, KeepLast, RetentionPolicy
     from cloudckpt.plan.rules import ShardingRules
     from cloudckpt.pytorch.deferred import register_staging
     from cloudckpt.pytorch.flat import FlatShards
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 # Names are imported when they are first used: the command line and the format layer work without torch.
 _HOMES = {
     "Checkpoint": "cloudckpt.checkpoint",
+    "Checkpointer": "cloudckpt.checkpointer",
     "Commit": "cloudckpt._write",
     "Concatenate": "cloudckpt.plan.rename",
     "Config": "cloudckpt.config",
@@ -41,11 +46,17 @@ _HOMES = {
     "FlatParam": "cloudckpt.plan.flat",
     "FlatShards": "cloudckpt.pytorch.flat",
     "GlobalNames": "cloudckpt.plan.names",
+    "KeepEvery": "cloudckpt.plan.retention",
+    "KeepLast": "cloudckpt.plan.retention",
     "LoadReport": "cloudckpt._load",
     "ParallelConfig": "cloudckpt.plan.parallel",
     "PerRank": "cloudckpt.pytorch.per_rank",
     "PendingSave": "cloudckpt.background.pending",
     "Piece": "cloudckpt.pytorch.sharded",
+    "RetentionPolicy": "cloudckpt.plan.retention",
+    "RunStatus": "cloudckpt._flights",
+    "SaveInFlight": "cloudckpt._flights",
+    "SavedStep": "cloudckpt.plan.history",
     "ShardedTensor": "cloudckpt.pytorch.sharded",
     "ShardingRules": "cloudckpt.plan.rules",
     "Resize": "cloudckpt.plan.changes",
@@ -70,6 +81,7 @@ _HOMES = {
 
 __all__ = [
     "Checkpoint",
+    "Checkpointer",
     "Commit",
     "Concatenate",
     "Config",
@@ -77,12 +89,18 @@ __all__ = [
     "FlatParam",
     "FlatShards",
     "GlobalNames",
+    "KeepEvery",
+    "KeepLast",
     "LoadReport",
     "ParallelConfig",
     "PendingSave",
     "PerRank",
     "Piece",
     "Resize",
+    "RetentionPolicy",
+    "RunStatus",
+    "SaveInFlight",
+    "SavedStep",
     "ShardedTensor",
     "ShardingRules",
     "Split",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from cloudckpt._save import Layout, prepare
+from cloudckpt._tries import RunPolicy
 from cloudckpt._write import Commit, Prepared
 from cloudckpt.background.job import Job
 from cloudckpt.background.pending import PendingSave, Running
@@ -50,6 +51,7 @@ def async_save(
     executor: ExecutorKind = "thread",
     coordination: Coordination | None = None,
     on_commit: Callable[[Commit], object] | None = None,
+    policy: RunPolicy | None = None,
 ) -> PendingSave:
     """Save ``state`` as it is now, and return as soon as there is a private copy of it. Collective over ``group``.
 
@@ -105,7 +107,7 @@ def async_save(
     except BaseException as error:
         if not alone:
             cause = error if isinstance(error, CloudckptError) else foreign(error)
-            job = Job(cause, pending.url, storage_options, config, seat)
+            job = Job(cause, pending.url, storage_options, config, seat, policy)
             _LANES.threads.submit(job, Running(pending, is_known=True), ranks=ranks)
         raise
 
@@ -113,7 +115,7 @@ def async_save(
         staged.release()
         lane.leave()
 
-    job = Job(copied, pending.url, storage_options, config, seat)
+    job = Job(copied, pending.url, storage_options, config, seat, policy)
     running = Running(pending, progress=progress, show=table.rank == 0, on_commit=on_commit, on_end=end)
     lane.executor.submit(job, running, arena=staged.arena, ranks=ranks)
     return pending

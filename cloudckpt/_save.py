@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from cloudckpt._write import Commit, Prepared, run_save
+from cloudckpt._tries import RunPolicy, run_tries
+from cloudckpt._write import Commit, Prepared
 from cloudckpt.config import Config
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format import values as plain
@@ -44,6 +46,7 @@ def save(
     allow_pickle: bool = False,
     progress: Progress = None,
     config: Config | None = None,
+    policy: RunPolicy | None = None,
 ) -> Commit:
     """Write ``state`` as a committed checkpoint at ``url``. Collective over ``group`` (default: all ranks).
 
@@ -60,7 +63,8 @@ def save(
 
     ``values``: plain values must be equal on all ranks ("check"), or those of rank 0 are kept
     ("rank0"). ``metadata``: plain values for people and tools, beside the state. ``progress``: True
-    for a bar on rank 0, or a function of (bytes done, bytes in all) of the rank.
+    for a bar on rank 0, or a function of (bytes done, bytes in all) of the rank. ``policy``: what a
+    `Checkpointer` has said about steps of its run.
 
     Raises InvalidStateError, AlreadyCommittedError, NotFoundError (no such bucket), StoreError, and
     RankError where a part of the ranks failed.
@@ -83,7 +87,15 @@ def save(
             state, options, rules=rules, metadata=metadata, allow_pickle=allow_pickle, rank=ranks.rank, size=ranks.size
         )
 
-    return run_save(ranks, prepared, url, storage_options=storage_options, progress=progress, config=config)
+    return run_tries(
+        lambda _url, _options, _number: nullcontext(ranks),
+        prepared,
+        url,
+        policy=policy,
+        storage_options=storage_options,
+        progress=progress,
+        config=config,
+    )
 
 
 def prepare(

@@ -47,6 +47,7 @@ class Commit:
     """A checkpoint that exists. ``nbytes``: stored bytes of its chunks; ``num_requests``: those of all ranks.
 
     ``nbytes_new``: stored bytes of the chunks that this save wrote; the others were there in other steps.
+    ``in_fallback``: a `Checkpointer` could not reach its run's store, and has it wait elsewhere.
     """
 
     url: str
@@ -57,6 +58,7 @@ class Commit:
     num_objects: int
     num_requests: int = 0
     nbytes_new: int = 0
+    in_fallback: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,11 +102,13 @@ def run_save(
     storage_options: Mapping[str, Any] | None,
     progress: Progress,
     config: Config,
+    find_branch: Callable[[], int] = lambda: 0,
 ) -> Commit:
     """Write what every rank has prepared, and commit it. Collective over ``ranks``.
 
     ``prepare`` runs in the first round, so that its failure on one rank is heard by all. The memory of the
-    shards must not change before this returns. Raises what `cloudckpt.save` raises.
+    shards must not change before this returns. ``find_branch``: for the manifest; asked on the coordinator.
+    Raises what `cloudckpt.save` raises.
     """
     planner, last_saves = ranks.kept(Planner), ranks.kept(LastSaves)
     opened: list[Store] = []
@@ -137,6 +141,7 @@ def run_save(
         for note in blueprint.notes:
             warnings.warn(note, stacklevel=2)
         lease = HeldLease(opened[0], assignment.attempt)
+        blueprint = replace(blueprint, branch=find_branch())
         if not reuses:
             leads.append(_Lead(blueprint, lease, None))
             return assignment
@@ -225,17 +230,8 @@ def _write(
         before = store.counts.requests
         with lead.lease.committing():
             catalog.commit(store, manifest, overwrite=options.overwrite)
-        document = manifest.document
-        return Commit(
-            url=store.url,
-            commit_id=document.commit_id,
-            step=document.step,
-            nbytes=manifest.nbytes,
-            num_chunks=document.chunks.count,
-            num_objects=len(document.objects),
-            num_requests=num_requests + store.counts.requests - before + (lead.run.counts.requests if lead.run else 0),
-            nbytes_new=manifest.nbytes_new,
-        )
+        num_requests += store.counts.requests - before + (lead.run.counts.requests if lead.run else 0)
+        return commit_of(manifest, store.url, num_requests)
 
     try:
         ranks.round(send, check)
@@ -251,6 +247,20 @@ def _write(
         manifest = assembled[0][0] if assembled else None
         reuse.remember(commit.commit_id, commit.step, receipts[0], manifest)
     return commit
+
+
+def commit_of(manifest: Manifest, url: str, num_requests: int) -> Commit:
+    document = manifest.document
+    return Commit(
+        url=url,
+        commit_id=document.commit_id,
+        step=document.step,
+        nbytes=manifest.nbytes,
+        num_chunks=document.chunks.count,
+        num_objects=len(document.objects),
+        num_requests=num_requests,
+        nbytes_new=manifest.nbytes_new,
+    )
 
 
 def _read_chunk(arrays: ArrayPlan, shards: Mapping[int, LocalShard], write: ChunkWrite, scratch: Scratch) -> Bytes1D:

@@ -1,9 +1,10 @@
-"""The only code that makes a checkpoint visible: reading, writing and finding manifests."""
+"""The only code that makes a checkpoint visible or invisible: reading, writing, finding and removing manifests."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
@@ -11,10 +12,11 @@ import msgspec
 from cloudckpt.errors import AlreadyCommittedError, FormatError, NoBucketError, NotFoundError, StoreError
 from cloudckpt.format.keys import MANIFEST, parse_step, split_key
 from cloudckpt.format.manifest import Manifest, decode_manifest
+from cloudckpt.plan.history import SavedStep, newest_first
 from cloudckpt.store.base import Store, byte_view
 
-HEAD_BYTES = 1024
-"""Holds all that `Head` has."""
+HEAD_BYTES = 512
+"""Holds all that `Head` has; no manifest is shorter."""
 
 WEAK_SETTLE_S = 0.1
 """On stores that ignore conditions: the least time that a rival's put gets to show up before the read-back."""
@@ -55,8 +57,12 @@ class Head:
 def read_head(run: Store, step_dir: str) -> Head:
     """Raises NotFoundError where the step is not committed, FormatError where its manifest is damaged."""
     key = f"{step_dir}/{MANIFEST}"
-    nbytes = run.size(key)
-    data = b"".join(bytes(byte_view(part)) for part in run.stream(key, 0, min(nbytes, HEAD_BYTES)))
+    try:
+        data = b"".join(bytes(byte_view(part)) for part in run.stream(key, 0, HEAD_BYTES))
+    except StoreError as error:
+        if error.retryable:
+            raise
+        data = b""  # cut off, or ranges are refused: the whole tells
     scalars, found, _ = data.partition(b',"created":')
     if not found:  # of another writer, or with a very long model version
         scalars = run.get(key).strip()[:-1]
@@ -115,12 +121,20 @@ def commit(store: Store, manifest: Manifest, *, overwrite: bool) -> None:
         raise _already(store)
 
 
+class UnsettledError(StoreError):
+    """The put of the manifest failed, and so did looking what came of it: ``commit_id`` may be there or not."""
+
+    commit_id: str
+
+
 def _settle(store: Store, commit_id: str, error: StoreError) -> None:
     """After a failed put: only what is there now tells whether it took effect."""
     try:
         committed = _committed_id(store)
     except StoreError:
-        raise error from None
+        unsettled = UnsettledError(str(error), key=error.key, retryable=error.retryable)
+        unsettled.commit_id = commit_id
+        raise unsettled from error
     if committed != commit_id:
         raise error
 
@@ -187,3 +201,58 @@ def list_steps(run: Store) -> Iterator[StepEntry]:
         else:
             own = sum(entry.nbytes for entry in manifest.objects if split_key(entry.key)[0] is None)
             yield StepEntry(step, name, manifest, own)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What stands in a run, in directories that are named like steps.
+
+    ``committed``: newest first; ``uncommitted``: directories without a manifest; ``faults``: what is wrong with
+    manifests that cannot be read, by directory.
+    """
+
+    committed: tuple[SavedStep, ...]
+    uncommitted: tuple[str, ...]
+    faults: Mapping[str, str]
+
+
+def find_steps(run: Store, known: Mapping[str, SavedStep] | None = None) -> Steps:
+    """The steps of a run by what their manifests say: one listing, and a short read of each manifest.
+
+    ``known``: steps, by directory, that need not be read again.
+    """
+    known = known or {}
+    names = step_dirs(run)
+    faults: dict[str, str] = {}
+
+    def find(name: str) -> SavedStep | None:
+        try:
+            return known.get(name) or read_step(run, name)
+        except FormatError as error:
+            faults[name] = str(error)
+            return None
+
+    with ThreadPoolExecutor(max_workers=run.num_streams, thread_name_prefix="cloudckpt") as pool:
+        found = dict(zip(names, pool.map(find, names), strict=True))
+    uncommitted = tuple(name for name, saved in found.items() if saved is None and name not in faults)
+    return Steps(tuple(newest_first(saved for saved in found.values() if saved is not None)), uncommitted, faults)
+
+
+def read_step(run: Store, name: str) -> SavedStep | None:
+    """What the manifest in a step's directory says, None where there is none. Raises FormatError."""
+    try:
+        head = read_head(run, name)
+    except NoBucketError:
+        raise
+    except NotFoundError:
+        return None
+    numbered = parse_step(name)
+    step = head.step if head.step is not None else numbered
+    assert step is not None
+    return SavedStep(step, head.branch, name, head.commit_id)
+
+
+def withdraw(run: Store, saved: SavedStep) -> str | None:
+    """Make a step of a run invisible, whose objects may be deleted afterwards. Returns why it could not be done."""
+    key = f"{saved.name}/{MANIFEST}"
+    return run.delete([key]).get(key)

@@ -138,17 +138,18 @@ class InUse:
         return self.everything or step_dir in self.step_dirs or key in self.objects.get(step_dir, ())
 
 
-def in_use(run: Store, uses: Uses | None = None) -> InUse:
+def in_use(run: Store, uses: Uses | None = None, *, without: Iterable[tuple[str, str]] = ()) -> InUse:
     """What must not be deleted from a run. What is to go must have lost its manifest before this is called.
 
     ``uses``: of earlier calls for the same run, so that no manifest is read twice; it is brought up to date.
+    ``without``: (step directory, commit id) of what would be in use by itself only, to look ahead.
     """
     uses = {} if uses is None else uses
-    before, all_before = _committed(run, uses)
+    before, faults_before = read_uses(run, uses)
     leases = live(run)
-    after, all_after = _committed(run, uses)
+    after, faults_after = read_uses(run, uses)
     objects: dict[str, set[str]] = {}
-    for use in before | after:
+    for use in (before | after).difference(without):
         for step_dir, keys in uses[use].items():
             objects.setdefault(step_dir, set()).update(keys)
     for gone in uses.keys() - after:
@@ -157,14 +158,14 @@ def in_use(run: Store, uses: Uses | None = None) -> InUse:
     return InUse(
         objects,
         frozenset(name for names in named for name in names or ()),
-        everything=not (all_before and all_after) or None in named,
+        everything=bool(faults_before or faults_after) or None in named,
     )
 
 
-def _committed(run: Store, uses: Uses) -> tuple[set[tuple[str, str]], bool]:
-    """The checkpoints that stand now, all of them in ``uses``; False if there are manifests that cannot be read."""
+def read_uses(run: Store, uses: Uses) -> tuple[set[tuple[str, str]], dict[str, str]]:
+    """The checkpoints that stand now, all of them in ``uses``; and what is wrong with manifests that cannot be read."""
     found = set()
-    readable = True
+    faults: dict[str, str] = {}
     for step_dir in catalog.step_dirs(run):
         try:
             use = (step_dir, catalog.read_head(run, step_dir).commit_id)
@@ -174,8 +175,8 @@ def _committed(run: Store, uses: Uses) -> tuple[set[tuple[str, str]], bool]:
                 uses[use] = referenced(manifest, step_dir)
         except NotFoundError:
             continue
-        except FormatError:
-            readable = False
+        except FormatError as error:
+            faults[step_dir] = str(error)
             continue
         found.add(use)
-    return found, readable
+    return found, faults

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests.field.places import Place
 from tests.ranks import RankPool
 from tests.recipes.kills import Zygote
 from tests.servers.juicefs import start_juicefs
@@ -30,6 +33,17 @@ def moto_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     server = start_moto(tmp_path_factory.mktemp("moto"))
     yield server
     server.stop()
+
+
+@pytest.fixture(params=["local", "juicefs", "juicefs-fsspec"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """An empty root on every kind of store; a test may ask for others by ``indirect`` parameters."""
+    server, _, engine = request.param.partition("-")
+    if server == "local":
+        return Place(str(tmp_path / "run"))
+    running: S3Server = request.getfixturevalue(f"{server}_s3")
+    bucket = running.make_bucket(f"place-{secrets.token_hex(4)}")
+    return Place(f"s3://{bucket}/run", running.storage_options, engine or "auto")
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ import time
 import warnings
 from typing import Any
 
-from cloudckpt.background.job import run_job, seated
+from cloudckpt.background.job import run_job
 from cloudckpt.background.wire import Ended, Logged, NewArena, Note, Pipe, Save, Warned
 from cloudckpt.errors import HelperError
 from cloudckpt.pytorch.arena import Arena, arena_loads
@@ -91,8 +91,7 @@ def _save(parent: Parent, message: Save, arenas: dict[int, Arena]) -> None:
 
     try:
         job = arena_loads(message.job, arenas)
-        with seated(job) as ranks:
-            outcome: Any = run_job(job, ranks, note)
+        outcome: Any = run_job(job, None, note)
     except BaseException as error:  # noqa: BLE001  # handed to the parent, whatever it is
         outcome = error
     parent.send(_ended(message.number, outcome))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cloudckpt._write import Commit, Prepared, run_save
+from cloudckpt._tries import MAX_RETRIES, RunPolicy, run_tries
+from cloudckpt._write import Commit, Prepared
 from cloudckpt.config import Config
 from cloudckpt.errors import CloudckptError
 from cloudckpt.pytorch.deferred import finish
@@ -32,6 +33,7 @@ class Job:
     storage_options: Mapping[str, Any] | None
     config: Config
     seat: Seat | None
+    policy: RunPolicy | None = None
 
     def finished(self) -> Job:
         """With all that was left to the background, and must be done in the process that it was left in."""
@@ -48,27 +50,44 @@ class Job:
         return prepared
 
 
-def run_job(job: Job, ranks: Group, note: Callable[[int, int], None]) -> Commit:
-    """Collective over ``ranks``; ``note``: see `Progress`."""
-    return run_save(ranks, job.prepare, job.url, storage_options=job.storage_options, progress=note, config=job.config)
+def run_job(job: Job, ranks: Group | None, note: Callable[[int, int], None]) -> Commit:
+    """Collective over ``ranks``, or, without any, over those that meet in the store. ``note``: see `Progress`."""
+
+    def meet(url: str, options: Mapping[str, Any] | None, number: int) -> AbstractContextManager[Group]:
+        return seated(job, url, options, number) if ranks is None else nullcontext(ranks)
+
+    return run_tries(
+        meet,
+        job.prepare,
+        job.url,
+        policy=job.policy,
+        storage_options=job.storage_options,
+        progress=note,
+        config=job.config,
+    )
+
+
+NUMBERS_PER_SAVE = MAX_RETRIES + 2
+"""Every try, that of the fallback included, has a number of its own among those of the session."""
 
 
 @contextmanager
-def seated(job: Job) -> Iterator[Group]:
-    """The ranks of the job, which meet in its store."""
+def seated(job: Job, url: str, options: Mapping[str, Any] | None, number: int) -> Iterator[Group]:
+    """The ranks of a try, which meet in the store that it saves to."""
     if job.seat is None:
         yield Alone()
         return
     seat = job.seat
-    store = resolve(job.url, job.storage_options, job.config)
+    store = resolve(url, options, job.config)
     try:
         yield StoreRanks(
             store,
             session=seat.session,
-            number=seat.number,
+            number=seat.number * NUMBERS_PER_SAVE + number,
             rank=seat.rank,
             size=seat.size,
-            timeout_s=job.config.rank_timeout_s,
+            # Ranks may fall out of one try much later than others: those wait for them in the next.
+            timeout_s=job.config.rank_timeout_s * (1 if number == 0 else 3),
             kept=_kept_for(seat.session),
         )
     finally:
@@ -94,6 +113,8 @@ def give_up(job: Job, error: CloudckptError) -> None:
     """Tell the other ranks, who would wait for it, that this one's part is lost, wherever in the save they are."""
     if job.seat is None:
         return
-    with seated(job) as ranks:
-        assert isinstance(ranks, StoreRanks)
-        ranks.abandon(error)
+    # In all tries: the others, told in one of them, go on with the next.
+    for number in range(1 + (job.policy.retries if job.policy else 0)):
+        with seated(job, job.url, job.storage_options, number) as ranks:
+            assert isinstance(ranks, StoreRanks)
+            ranks.abandon(error)

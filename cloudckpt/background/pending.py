@@ -45,6 +45,24 @@ class PendingSave:
         """Whether it has ended, well or not."""
         return self._future.done()
 
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it has ended, well or not; False if it has not within ``timeout_s``."""
+        return bool(wait([self._future], timeout_s).done)
+
+    def when_failed(self, tell: Callable[[BaseException], object]) -> None:
+        """Call ``tell`` once it has failed, in whatever thread that is known. Does not count as having seen it."""
+
+        def end(future: Future[Commit]) -> None:
+            if (error := future.exception()) is not None:
+                tell(error)
+
+        self._future.add_done_callback(end)
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether it has failed, and nobody has looked."""
+        return self.done() and self in tuple(_UNFINISHED)
+
     def wait_staged(self) -> None:
         """Return once the private copy exists, as it does by the time that `async_save` returns."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from cloudckpt.background.job import Job, run_job, seated
+from cloudckpt.background.job import Job, run_job
 from cloudckpt.background.pending import Running
 from cloudckpt.pytorch.arena import Arena
 from cloudckpt.pytorch.group import Group
@@ -30,11 +30,7 @@ def _run(job: Job, running: Running, ranks: Group | None, before: threading.Thre
     try:
         if before is not None:
             before.join()
-        if ranks is not None:
-            commit = run_job(job, ranks, running.note)
-        else:
-            with seated(job) as found:
-                commit = run_job(job, found, running.note)
+        commit = run_job(job, ranks, running.note)
     except BaseException as error:  # noqa: BLE001  # handed to whoever waits for the result
         running.fail(error)
     else:

@@ -50,6 +50,15 @@ def _parser() -> argparse.ArgumentParser:
     show = _add(commands, "show", "URL", "describe a checkpoint: tensors, values, chunk grids, who wrote what", _show)
     show.add_argument("--json", action="store_true", help="everything, as one JSON object")
     _add(commands, "verify", "URL", "read everything, name every fault; exit code 1 if there is one", _verify)
+    prune = _add(
+        commands, "prune", "RUN", "remove steps that are not to be kept, and what dead attempts have left", _prune
+    )
+    prune.add_argument("--keep-last", metavar="N", type=int, help="keep the newest N steps")
+    prune.add_argument("--keep-every", metavar="N", type=int, help="keep steps whose number is a multiple of N")
+    prune.add_argument(
+        "--orphan-age", metavar="SECONDS", type=float, default=86400.0, help="when an attempt counts as dead (86400)"
+    )
+    prune.add_argument("--dry-run", action="store_true", help="tell what would go, and remove nothing")
     plan = _add(commands, "plan", "URL", "tell what a load under a layout would fetch, send and request", _plan)
     plan.add_argument("--mesh", metavar="AXIS=SIZE,...", required=True, help="the job's axes: dp_shard=2,tp=4")
     plan.add_argument("--order", help="the axes slowest first (pp,dp_shard,tp), or as Megatron has it (tp-cp-ep-dp-pp)")
@@ -101,6 +110,13 @@ def _show(options: argparse.Namespace) -> int:
 
     show_checkpoint(options.url, options.storage_options, as_json=options.json)
     return 0
+
+
+def _prune(options: argparse.Namespace) -> int:
+    from cloudckpt.cli.pruning import prune_run
+
+    chosen = (options.keep_last, options.keep_every, options.orphan_age)
+    return 0 if prune_run(options.url, options.storage_options, *chosen, dry_run=options.dry_run) else 1
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -13,6 +13,8 @@ from cloudckpt.errors import FormatError, InvalidStateError
 from cloudckpt.format.values import dotted
 
 MANIFEST = "manifest.json"
+PIN = "keep"
+"""The key, relative to a checkpoint, of the object that keeps retention from removing it."""
 
 MAX_NAME_BYTES = 160
 _MAX_STEP_DIGITS = 18
@@ -23,6 +25,8 @@ _STEM_BYTES = MAX_NAME_BYTES - 1 - _DIGEST_HEX
 _SIBLING = re.compile(r"\.\./([^/]*)/(.*)", re.DOTALL)
 _STEP = re.compile(rf"step-([0-9]{{1,{_MAX_STEP_DIGITS}}})")
 _LEASE = re.compile(r"([^/]+)/([0-9a-f]{12})/lease")
+_ATTEMPT = re.compile(r"([0-9a-f]{12})(\.zarr|\.sync)?/.*", re.DOTALL)
+_SCRATCH = re.compile(r"(.*/)?\.cloudckpt-(probe|clock|tmp)-.*", re.DOTALL)
 _HASHED = re.compile(rf".*-[0-9a-fA-F]{{{_DIGEST_HEX}}}", re.DOTALL)
 _CHUNK = re.compile(r"(.+)/c((?:/(?:0|[1-9][0-9]{0,17}))*)")
 _SYNC = re.compile(r"([0-9a-f]{12}\.sync)(?:/.*)?", re.DOTALL)
@@ -61,6 +65,31 @@ def parse_step(name: str) -> int | None:
 def new_attempt() -> str:
     """A random id: 12 hexadecimal digits."""
     return secrets.token_hex(6)
+
+
+def parse_attempt(key: str) -> str | None:
+    """The id of the attempt (or of the coordination of a save) that an object of a checkpoint belongs to.
+
+    None where the object is no attempt's: the manifest, a pin, and whatever others have put there.
+    """
+    match = _ATTEMPT.fullmatch(key)
+    return match[1] if match else None
+
+
+def is_scratch(key: str) -> bool:
+    """Whether an object or directory is of use to nobody but the process that made it: a probe, a temporary file."""
+    return _SCRATCH.fullmatch(key) is not None
+
+
+def split_run_key(key: str) -> tuple[str, str]:
+    """Of a key relative to a run, the directory and what is below it."""
+    name, _, below = key.partition("/")
+    return name, below
+
+
+def clock_dir() -> str:
+    """A new directory of a run, in which a store is asked what time it is."""
+    return f".cloudckpt-clock-{secrets.token_hex(8)}"
 
 
 def pack_key(attempt: str, rank: int, index: int) -> str:

@@ -120,6 +120,12 @@ class Store(Protocol):
         In no particular order. A prefix that holds nothing, or does not exist, lists nothing.
         """
 
+    def leftovers(self, prefix: str) -> Iterator[ObjectInfo]:
+        """What uploads that never ended have left below ``prefix``, as far as it can be told: `delete` takes the keys.
+
+        `list` shows none of it. What is still being written is here as well.
+        """
+
     def common_prefixes(self, prefix: str) -> Sequence[str]:
         """The next path parts below ``prefix`` that hold objects, sorted: ``["b"]`` for ``a/b/c`` below ``a``."""
 

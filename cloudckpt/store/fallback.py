@@ -86,6 +86,9 @@ class FallbackStore:
         # Whole listings only: the second one may not continue in the first one's order.
         yield from self._call(lambda store: tuple(store.list(prefix)))
 
+    def leftovers(self, prefix: str) -> Iterator[ObjectInfo]:
+        yield from self._call(lambda store: tuple(store.leftovers(prefix)))
+
     def common_prefixes(self, prefix: str) -> Sequence[str]:
         return self._call(lambda store: store.common_prefixes(prefix))
 

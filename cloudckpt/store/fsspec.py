@@ -214,6 +214,9 @@ class FsspecStore:
             if about["type"] == "file" and path != top and not path.endswith("/"):
                 yield ObjectInfo(self._key(path), int(about["size"]), _modified_s(about))
 
+    def leftovers(self, prefix: str) -> Iterator[ObjectInfo]:  # noqa: ARG002  # no filesystem has a call for it
+        return iter(())
+
     def common_prefixes(self, prefix: str) -> Sequence[str]:
         top = self._top(prefix)
 

@@ -127,6 +127,19 @@ class LocalStore:
         self._counter.add(others=1)
         yield from self._walk(prefix)
 
+    def leftovers(self, prefix: str) -> Iterator[ObjectInfo]:
+        prefix = clean_prefix(prefix)
+        self._counter.add(others=1)
+        top = self._root / prefix
+        for folder, _, names in os.walk(top):
+            for name in filter(temporary.is_temporary, names):
+                path = Path(folder, name)
+                try:
+                    found = path.stat()
+                except OSError:
+                    continue  # ended in the meantime
+                yield ObjectInfo(path.relative_to(self._root).as_posix(), found.st_size, found.st_mtime)
+
     def common_prefixes(self, prefix: str) -> Sequence[str]:
         prefix = clean_prefix(prefix)
         self._counter.add(others=1)
@@ -232,8 +245,10 @@ class LocalStore:
         while folder != self._root and self._root in folder.parents:
             try:
                 folder.rmdir()
+            except FileNotFoundError:
+                pass  # by the way, or by another process
             except OSError:
-                return  # not empty, or another process was faster
+                return  # not empty
             folder = folder.parent
 
 

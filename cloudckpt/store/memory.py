@@ -93,6 +93,9 @@ class MemoryStore:
         for path, file in files:
             yield ObjectInfo(path[len(self._root) + 1 :], file.getbuffer().nbytes, file.modified.timestamp())
 
+    def leftovers(self, prefix: str) -> Iterator[ObjectInfo]:  # noqa: ARG002  # nothing is there before an upload ends
+        return iter(())
+
     def common_prefixes(self, prefix: str) -> Sequence[str]:
         top = self._prefix(prefix)
         self._counter.add(others=1)

@@ -150,6 +150,9 @@ class ObstoreStore:
 
         yield from self._call("list", prefix, collect)
 
+    def leftovers(self, prefix: str) -> Iterator[ObjectInfo]:  # noqa: ARG002  # parts of uploads have no keys
+        return iter(())
+
     def common_prefixes(self, prefix: str) -> Sequence[str]:
         top = self._top(prefix)
 

@@ -71,6 +71,7 @@ class Blueprint:
     metadata: values.Node
     world_size: int
     topology: str
+    branch: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -128,6 +129,7 @@ def assemble(blueprint: Blueprint, receipts: Sequence[UploadReceipt]) -> Manifes
             commit_id=uuid.uuid4().hex,
             attempt=blueprint.attempt,
             step=blueprint.step,
+            branch=blueprint.branch,
             topology=blueprint.topology,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             writer=f"cloudckpt {version('cloudckpt')}",

@@ -130,6 +130,38 @@ def test_show_of_an_uncommitted_checkpoint(run, capsys):
     assert "never committed" in capsys.readouterr().err
 
 
+def test_prune(tmp_path, capsys):
+    for step in (7, 10, 12, 20):
+        cloudckpt.save({"w": torch.arange(6.0)}, tmp_path / f"step-{step:08d}", step=step)
+    left = tmp_path / "step-00000021/0123456789ab/r00000-000.zarr.zip"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"12345")
+    os.utime(left, (1e9, 1e9))
+    arguments = ["prune", str(tmp_path), "--keep-last", "1", "--keep-every", "10"]
+    assert main([*arguments, "--dry-run"]) == 0
+    assert "would remove from" in (out := capsys.readouterr().out)
+    assert "steps: 7, 12; 3 objects" in out
+    assert main(arguments) == 0
+    assert "steps: 7, 12; 3 objects" in capsys.readouterr().out
+    assert main(arguments) == 0
+    assert "steps: none; 0 objects, 0 B" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000020"]
+
+
+def test_prune_refuses(run, capsys):
+    for arguments, text in (
+        (["--keep-last", "0"], "keep_last must be an int of at least 1"),
+        (["--orphan-age", "0"], "--orphan-age must be positive"),
+    ):
+        assert main(["prune", str(run), *arguments]) == 1
+        assert text in capsys.readouterr().err
+    assert main(["prune", str(run / "none")]) == 1
+    assert "no steps in" in capsys.readouterr().err
+    (run / "step-00000012/manifest.json").write_bytes(b"{")
+    assert main(["prune", str(run), "--keep-last", "1"]) == 1
+    assert "nothing is removed while the manifest in step-00000012 cannot be read" in capsys.readouterr().err
+
+
 def test_verify(run, capsys):
     url = run / "step-00000007"
     assert main(["verify", str(url)]) == 0

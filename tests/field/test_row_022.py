@@ -21,7 +21,9 @@ from cloudckpt import catalog, leases
 from cloudckpt.config import Config
 from cloudckpt.errors import CloudckptError
 from cloudckpt.format.keys import MANIFEST, step_dir
+from cloudckpt.plan.retention import KeepLast
 from cloudckpt.pytorch.group import Alone
+from cloudckpt.retention import Retention
 from cloudckpt.store import memory
 from cloudckpt.store.memory import MemoryStore
 from cloudckpt.store.resolve import resolve
@@ -106,6 +108,10 @@ class Stepped(MemoryStore):
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self._seat = getattr(_LOCAL, "seat", None)
+
+    @property
+    def num_streams(self) -> int:
+        return 1  # an actor makes one call at a time
 
     def _hold(self, call: str) -> None:
         if self._seat is not None:
@@ -298,6 +304,40 @@ def test_killed_anywhere(stored: Stored, victim: str):
             warnings.simplefilter("ignore", UserWarning)
             save(4)
         drop(1, 2)
+        assert faults() == [], (seed, course.calls)
+
+
+def retain() -> None:
+    """As a `Checkpointer` does it after two commits."""
+    retention = Retention(resolve(RUN), [KeepLast(1)], orphan_age_s=1e6)
+    for _ in range(2):
+        removal = retention.run()
+        assert not removal.failed
+        assert not removal.faults
+
+
+@pytest.mark.parametrize("victim", [None, "save", "retain"])
+def test_the_retention_of_runs(stored: Stored, victim: str | None):
+    """The newest committed step is there and whole at the end, whoever was killed where; nothing else is in the way."""
+    for seed in range(100):
+        rng = random.Random(seed)
+        restore(stored, is_warm=seed % 2 == 0)
+        course = Course(rng.choice)
+        left = rng.randrange(60)
+
+        def choose(held: Sequence[str], rng: random.Random = rng, course: Course = course, left: int = left) -> str:
+            if victim and len([call for call in course.calls if call.startswith(victim)]) >= left:
+                course.dead.add(victim)
+            return rng.choice(held)
+
+        course._choose = choose
+        course.run(save=lambda: save(3), retain=retain, retain_too=retain)
+        assert all(isinstance(error, KilledError) for error in course.failures.values()), course.failures
+        assert faults() == [], (seed, course.calls)
+        steps = [saved.step for saved in catalog.find_steps(resolve(RUN)).committed]
+        assert steps[0] == 3 or (victim == "save" and steps[0] == 2)
+        retain()
+        assert [saved.step for saved in catalog.find_steps(resolve(RUN)).committed] == steps[:1]
         assert faults() == [], (seed, course.calls)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt import catalog
+from cloudckpt import Checkpointer, catalog
 from cloudckpt.errors import CloudckptError, NotFoundError
 from cloudckpt.verify import verify
 from tests.field.places import Place
@@ -65,6 +65,39 @@ def test_local_to_s3_and_back(place: Place, juicefs_s3: S3Server, tmp_path: Path
     for name in names:
         assert str(tmp_path).encode() not in (tmp_path / "back" / name).read_bytes()
     assert files_below(tmp_path / "back") == names
+
+
+@pytest.mark.parametrize("place", ["juicefs"], indirect=True)
+def test_a_run_that_is_being_copied_is_not_tidied_up(place: Place, juicefs_s3: S3Server, tmp_path: Path):
+    """Nor later: pins go along, and new times say nothing."""
+    origin, bucket = tmp_path / "origin", place.root.removeprefix("s3://").partition("/")[0]
+    with Checkpointer(origin, incremental=True) as run:
+        for step in (1, 2, 3):
+            run.save(step, {"w": W, "trained": W * step, "n": step})
+        run.keep(1)
+    client = juicefs_s3.client()
+    settings = {"storage_options": place.options, "config": place.config(), "keep_last": 1}
+    with Checkpointer(place.root, **settings) as copied:
+        names = files_below(origin)
+        for number, name in enumerate(names):
+            client.upload_file(str(origin / name), bucket, f"run/{name}")
+            if number in (0, len(names) // 2):
+                assert len(place.keys("")) == number + 1
+                assert copied.latest() in (None, 1, 2, 3)
+        client.close()
+        assert (copied.steps(), copied.latest()) == ([1, 2, 3], 3)
+        target = {"w": torch.zeros(1000), "trained": torch.zeros(1000), "n": 0}
+        assert copied.load(target) == 3
+        assert torch.equal(target["w"], W)
+        # Now somebody asks for it. Step 3 refers to the bytes of step 1, which is pinned besides.
+        assert copied.prune() == [2]
+        assert copied.load(target) == 3
+        assert copied.load(target, 1) == 1
+        assert target["n"] == 1
+        copied.release(1)
+        assert copied.prune() == [1]
+        assert copied.load(target) == 3
+        assert torch.equal(target["w"], W)
 
 
 def check(place: Place) -> None:

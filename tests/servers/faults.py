@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from email.utils import formatdate
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -209,18 +210,26 @@ class FaultyS3:
         return Answer(206, body[start:end], {**headers, "Content-Range": f"bytes {start}-{end - 1}/{len(body)}"})
 
     def _list(self, query: dict[str, str]) -> Answer:
-        prefix = query.get("prefix", "")
+        prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+        found = {key: body for key, body in sorted(self.objects.items()) if key.startswith(prefix)}
+        below = {key: key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "") for key in found}
+        folders = dict.fromkeys(name + mark for name, mark, _ in below.values() if mark)
         rows = "".join(
             f"<Contents><Key>{escape(key)}</Key><Size>{len(body)}</Size><ETag>x</ETag>"
-            "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
-            for key, body in sorted(self.objects.items())
-            if key.startswith(prefix)
+            f"<LastModified>{_iso(self.modified.get(key, 0))}</LastModified></Contents>"
+            for key, body in found.items()
+            if not below[key][1]
         )
+        common = "".join(f"<CommonPrefixes><Prefix>{escape(prefix + f)}</Prefix></CommonPrefixes>" for f in folders)
         return Answer(
             200,
             f"<ListBucketResult><Name>bkt</Name><Prefix>{escape(prefix)}</Prefix><IsTruncated>false</IsTruncated>"
-            f"<KeyCount>{rows.count('<Key>')}</KeyCount>{rows}</ListBucketResult>".encode(),
+            f"<KeyCount>{rows.count('<Key>') + len(folders)}</KeyCount>{rows}{common}</ListBucketResult>".encode(),
         )
+
+
+def _iso(time_s: float) -> str:
+    return f"{datetime.fromtimestamp(time_s, UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
 
 
 def _handler(server: FaultyS3) -> type[http.server.BaseHTTPRequestHandler]:

@@ -285,6 +285,17 @@ class StoreConformance:
             assert store.get("folder/key") == b"older"
             self.check_no_leftovers(store)
 
+    def test_leftovers_are_not_objects(self, store: Store):
+        store.put("a/key", b"1")
+        upload = store.open_upload("a/b/pack")
+        upload.write(bytes(1000))
+        for found in list(store.leftovers("a")):
+            assert found.key.startswith("a/b/")
+            assert found.modified_s > 1.7e9
+        upload.close()
+        assert list(store.leftovers("")) == []
+        assert list(store.leftovers("nothing")) == []
+
     def check_no_leftovers(self, store: Store) -> None:
         """Where a store can leave more behind than objects, its subclass looks for it."""
 

@@ -1,0 +1,224 @@
+"""Removing steps and leftovers, on every store."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt import catalog
+from cloudckpt.format.keys import PIN
+from cloudckpt.plan.retention import KeepLast
+from cloudckpt.retention import Removal, Retention, is_pinned, pin, unpin
+from cloudckpt.store.resolve import resolve
+from tests.field.places import Place
+
+DAY_S = 86400.0
+
+
+def save(place: Place, *steps: int) -> None:
+    for step in steps:
+        place.save({"w": torch.full((500,), float(step))}, f"step-{step:08d}", step=step)
+
+
+def run_of(place: Place):
+    return resolve(place.root, place.options, place.config())
+
+
+def prune(place: Place, *policies, age_s: float = DAY_S, **options) -> Removal:
+    run = run_of(place)
+    try:
+        return Retention(run, policies, orphan_age_s=age_s).run(**options)
+    finally:
+        run.close()
+
+
+def directories(place: Place) -> list[str]:
+    return sorted({key.partition("/")[0] for key in place.keys("")})
+
+
+def test_steps_go_whole(place: Place):
+    save(place, 1, 2, 3)
+    before = {key for key in place.keys("") if key.startswith("step-00000003/")}
+    removal = prune(place, KeepLast(1))
+    assert removal.steps == (1, 2)
+    assert (removal.num_objects, removal.failed, removal.faults) == (2, {}, {})
+    assert set(place.keys("")) == before
+    assert torch.equal(place.read("step-00000003")["w"], torch.full((500,), 3.0))
+
+
+def test_a_dry_run_removes_nothing(place: Place):
+    save(place, 1, 2)
+    before = place.keys("")
+    removal = prune(place, KeepLast(1), dry_run=True)
+    assert (removal.steps, removal.num_objects) == ((1,), 1)
+    assert removal.nbytes > 2000
+    assert place.keys("") == before
+
+
+def test_without_policies_no_step_goes(place: Place):
+    save(place, 1, 2)
+    assert prune(place) == Removal()
+
+
+def test_pins(place: Place):
+    save(place, 1, 2, 3)
+    run = run_of(place)
+    pin(run, "step-00000001")
+    assert is_pinned(run, "step-00000001")
+    assert not is_pinned(run, "step-00000002")
+    assert prune(place, KeepLast(1)).steps == (2,)
+    assert unpin(run, "step-00000001") is None
+    assert prune(place, KeepLast(1)).steps == (1,)
+    run.close()
+
+
+def test_young_leftovers_and_stray_names_stay(place: Place):
+    save(place, 1)
+    run = run_of(place)
+    strays = [
+        "step-final/0123456789ab/r00000-000.zarr.zip",
+        "step-00000001/notes.txt",
+        "step-00000001/evals/0123456789ab.json",
+        "step-00000002/report/x",
+        "notes/step-00000001/0123456789ab/x",
+        "README",
+    ]
+    leftovers = [
+        "step-00000002/0123456789ab/r00000-000.zarr.zip",
+        "step-00000002/0123456789ab.zarr/w/c/0",
+        "step-00000002/.cloudckpt-probe-0123456789abcdef",
+        "step-00000001/0123456789ab/r00000-000.zarr.zip",
+        "step-00000001/0123456789ab.sync/1/here/0",
+        ".cloudckpt-clock-00/now",
+    ]
+    for key in strays + leftovers:
+        run.put(key, b"12345")
+    before = place.keys("")
+    assert prune(place) == Removal()
+    assert place.keys("") == before
+    # Objects of stores that count in whole seconds are as old as the second in which they were made.
+    time.sleep(2.1)
+    removal = prune(place, age_s=1.0)
+    assert (removal.num_objects, removal.nbytes) == (len(leftovers), 5 * len(leftovers))
+    assert set(place.keys("")) == set(before) - set(leftovers)
+    assert torch.equal(place.read("step-00000001")["w"], torch.full((500,), 1.0))
+    run.close()
+
+
+def test_an_attempt_that_still_writes_is_alive(place: Place):
+    run = run_of(place)
+    run.put("step-00000002/0123456789ab/r00000-000.zarr.zip", b"old")
+    time.sleep(2.1)
+    run.put("step-00000002/0123456789ab/r00001-000.zarr.zip", b"new")
+    assert prune(place, age_s=1.0) == Removal()
+    assert len(place.keys("")) == 2
+    run.close()
+
+
+def test_what_overwriting_has_replaced_goes_by_age(place: Place):
+    save(place, 1)
+    place.save({"w": torch.zeros(5)}, "step-00000001", step=1, overwrite=True)
+    assert len(place.keys("")) == 3
+    time.sleep(2.1)
+    assert prune(place, age_s=1.0).num_objects == 1
+    assert torch.equal(place.read("step-00000001")["w"], torch.zeros(5))
+
+
+def test_directories_that_are_being_saved_to_stay(place: Place):
+    save(place, 1, 2)
+    run = run_of(place)
+    run.put("step-00000003/0123456789ab/r00000-000.zarr.zip", b"12345")
+    time.sleep(2.1)
+    busy = ["step-00000001", "step-00000003"]
+    assert prune(place, KeepLast(1), age_s=1.0, busy=busy) == Removal()
+    assert len(place.keys("")) == 5
+    run.close()
+
+
+def test_nothing_goes_beside_a_manifest_that_cannot_be_read(place: Place):
+    save(place, 1, 2, 3)
+    run = run_of(place)
+    run.put("step-00000002/manifest.json", b'{"format":"cloudckpt","version":"9.0"')
+    before = place.keys("")
+    removal = prune(place, KeepLast(1))
+    assert removal.steps == ()
+    (text,) = removal.complaints()
+    assert "step-00000002" in text
+    assert place.keys("") == before
+    # Damage behind the head shows only to those who read on.
+    data = bytearray(run.get("step-00000003/manifest.json"))
+    data[-100] ^= 1
+    run.put("step-00000002/manifest.json", bytes(data))
+    assert list(prune(place, KeepLast(2)).faults) == ["step-00000002"]
+    assert set(place.keys("")) >= set(before)
+    run.close()
+
+
+def test_a_step_that_was_replaced_in_the_meantime_stays(place: Place, monkeypatch: pytest.MonkeyPatch):
+    save(place, 1, 2)
+    real = Retention._victims
+
+    def replace_first(self, *arguments):
+        place.save({"w": torch.zeros(5)}, "step-00000001", step=1, overwrite=True)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Retention, "_victims", replace_first)
+    assert prune(place, KeepLast(1)).steps == ()
+    assert torch.equal(place.read("step-00000001")["w"], torch.zeros(5))
+
+
+def test_temporary_files_of_other_hosts(tmp_path: Path):
+    run = Place(str(tmp_path))
+    save(run, 1)
+    left = tmp_path / "step-00000001" / ".cloudckpt-tmp-elsewhere-1.77.0123"
+    left.write_bytes(b"123")
+    dead = tmp_path / "step-00000002/0123456789ab/.cloudckpt-tmp-elsewhere-1.77.0123"
+    dead.parent.mkdir(parents=True)
+    dead.write_bytes(b"1234")
+    assert prune(run) == Removal()
+    for path in (left, dead):
+        os.utime(path, (1e9, 1e9))
+    assert (prune(run).num_objects, left.exists(), dead.exists()) == (2, False, False)
+
+
+def test_heads_are_read_by_one_short_read_each(place: Place):
+    save(place, 1, 2, 3)
+    run = run_of(place)
+    steps = catalog.find_steps(run)
+    assert [saved.step for saved in steps.committed] == [3, 2, 1]
+    assert run.counts.gets == 3
+    assert run.counts.bytes_fetched == 3 * 512
+    known = {saved.name: saved for saved in steps.committed}
+    save(place, 4)
+    assert [s.step for s in catalog.find_steps(run, known).committed] == [4, 3, 2, 1]
+    assert run.counts.gets == 4
+    run.close()
+
+
+def test_manifests_are_read_once_as_long_as_they_stand(tmp_path: Path):
+    run = Place(str(tmp_path))
+    save(run, 1, 2, 3)
+    store = run_of(run)
+    retention = Retention(store, [KeepLast(2)], orphan_age_s=DAY_S)
+    retention.run(sweep=False)
+    save(run, 4)
+    before = store.counts
+    assert retention.run(sweep=False).steps == (2,)
+    whole = store.counts.bytes_fetched - before.bytes_fetched
+    size = (tmp_path / "step-00000004/manifest.json").stat().st_size
+    # The victim's and the new step's; the rest are heads.
+    assert whole < 2 * size + 20 * 512
+
+
+def test_a_pin_travels_and_is_no_fault(place: Place):
+    save(place, 1)
+    run = run_of(place)
+    pin(run, "step-00000001")
+    assert f"step-00000001/{PIN}" in place.keys("")
+    assert cloudckpt.open_checkpoint(place.url("step-00000001"), storage_options=place.options).step == 1
+    run.close()
