@@ -10,6 +10,7 @@ from cloudckpt import _exit_status  # noqa: F401  # its hook has to be among the
 if TYPE_CHECKING:
     from cloudckpt import errors
     from cloudckpt._async import async_save
+    from cloudckpt._copy import CopyReport, copy
     from cloudckpt._load import LoadReport, load
     from cloudckpt._read import read
     from cloudckpt._save import save
@@ -37,6 +38,7 @@ _HOMES = {
     "Commit": "cloudckpt._write",
     "Concatenate": "cloudckpt.plan.rename",
     "Config": "cloudckpt.config",
+    "CopyReport": "cloudckpt._copy",
     "FlatLayout": "cloudckpt.plan.flat",
     "FlatParam": "cloudckpt.plan.flat",
     "FlatShards": "cloudckpt.pytorch.flat",
@@ -56,6 +58,7 @@ _HOMES = {
     "Transpose": "cloudckpt.plan.rename",
     "Unstack": "cloudckpt.plan.rename",
     "async_save": "cloudckpt._async",
+    "copy": "cloudckpt._copy",
     "errors": "cloudckpt.errors",
     "global_expert_names": "cloudckpt.plan.names",
     "global_layer_names": "cloudckpt.plan.names",
@@ -73,6 +76,7 @@ __all__ = [
     "Commit",
     "Concatenate",
     "Config",
+    "CopyReport",
     "FlatLayout",
     "FlatParam",
     "FlatShards",
@@ -92,6 +96,7 @@ __all__ = [
     "Transpose",
     "Unstack",
     "async_save",
+    "copy",
     "errors",
     "global_expert_names",
     "global_layer_names",

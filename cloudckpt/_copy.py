@@ -1,0 +1,304 @@
+"""Copying: manifest -> objects, checked while they flow -> manifest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from cloudckpt import catalog
+from cloudckpt.config import Config
+from cloudckpt.errors import (
+    AlreadyCommittedError,
+    CloudckptError,
+    CorruptChunkError,
+    FormatError,
+    InvalidStateError,
+    NoBucketError,
+    NotFoundError,
+    StoreError,
+)
+from cloudckpt.format.keys import MANIFEST, split_key
+from cloudckpt.format.manifest import Manifest, decode_manifest, with_objects
+from cloudckpt.plan.copies import moved_objects
+from cloudckpt.progress import Advance, Progress, start_progress
+from cloudckpt.store.base import Store
+from cloudckpt.store.resolve import resolve
+from cloudckpt.transfer.copying import DamagedObjectError, ObjectCopy, Widths, copy_objects
+from cloudckpt.verify import check_objects
+
+
+@dataclass(frozen=True)
+class CopyReport:
+    """What a copy did.
+
+    ``steps``: of the checkpoints that it committed (None for one that was saved without a step), ``steps_present``:
+    of those that were there already. ``num_objects``, ``nbytes``: sent; ``nbytes_present``: of objects that were
+    there already.
+    """
+
+    url: str
+    steps: list[int | None] = field(default_factory=list)
+    steps_present: list[int | None] = field(default_factory=list)
+    num_objects: int = 0
+    nbytes: int = 0
+    nbytes_present: int = 0
+
+
+def copy(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    trust_sizes: bool = False,
+    src_options: Mapping[str, Any] | None = None,
+    dst_options: Mapping[str, Any] | None = None,
+    progress: Progress = None,
+    config: Config | None = None,
+) -> CopyReport:
+    """Copy a checkpoint, or all committed steps of a run, to any other store. Not collective.
+
+    Every object is compared with its size and CRC-32C while it flows, and durable before the manifest is put, last
+    and only if absent. What a copy that was broken off has left is used again once it was read and compared;
+    ``trust_sizes`` takes objects of the right size without reading them. A checkpoint that is there
+    already is left alone, but what it lacks of its objects is sent.
+
+    The copy of one checkpoint stands by itself: objects of other steps that it refers to become its own. In the copy
+    of a run references stay what they are, since what they lead to is copied as well.
+
+    ``src_options``, ``dst_options``: storage_options of the two stores. ``overwrite``: replace other
+    checkpoints at the destination, which is AlreadyCommittedError otherwise. Raises CorruptChunkError and
+    FormatError where the source is damaged (of a run the other steps are copied all the same), NotFoundError
+    and StoreError.
+    """
+    places = _Places(src, dst, src_options, dst_options, config or Config())
+    steps = _survey(places, overwrite=overwrite)
+    done = _Done(places.target_url())
+    faults: list[CloudckptError] = []
+    with start_progress(progress, "copy", sum(step.nbytes for step in steps), show=True) as advance:
+        for step in steps:
+            try:
+                if step.fault is not None:
+                    raise step.fault
+                _copy_step(places, step, done, overwrite=overwrite, trust_sizes=trust_sizes, advance=advance)
+            except (CorruptChunkError, FormatError) as error:
+                faults.append(error)
+    if len(faults) > 1:
+        raise FormatError(f"{len(faults)} of {len(steps)} steps could not be copied:\n" + "\n".join(map(str, faults)))
+    if faults:
+        raise faults[0]
+    return done.report()
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where to copy from and to. Steps of a run are stores of their own, as they are for a load."""
+
+    src: str | os.PathLike[str]
+    dst: str | os.PathLike[str]
+    src_options: Mapping[str, Any] | None
+    dst_options: Mapping[str, Any] | None
+    config: Config
+
+    def source(self, name: str = "") -> Store:
+        return resolve(_below(self.src, name), self.src_options, self.config)
+
+    def target(self, name: str = "", config: Config | None = None) -> Store:
+        return resolve(_below(self.dst, name), self.dst_options, config or self.config)
+
+    def target_url(self) -> str:
+        with closing(self.target()) as store:
+            return store.url
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A checkpoint to copy. ``name``: its directory in the run, empty for a checkpoint by itself.
+
+    ``nbytes``: of the objects that no step before it has.
+    """
+
+    name: str
+    nbytes: int
+    fault: FormatError | None = None
+
+
+@dataclass
+class _Done:
+    """What is at the destination for certain. ``objects``: keys below the run, or below the one checkpoint."""
+
+    url: str
+    objects: set[str] = field(default_factory=set)
+    steps: list[int | None] = field(default_factory=list)
+    present: list[int | None] = field(default_factory=list)
+    num_sent: int = 0
+    nbytes_sent: int = 0
+    nbytes_present: int = 0
+
+    def report(self) -> CopyReport:
+        return CopyReport(self.url, self.steps, self.present, self.num_sent, self.nbytes_sent, self.nbytes_present)
+
+
+def _below(url: str | os.PathLike[str], name: str) -> str | os.PathLike[str]:
+    return f"{os.fspath(url).rstrip('/')}/{name}" if name else url
+
+
+def _survey(places: _Places, *, overwrite: bool) -> list[_Step]:
+    """What is to be copied. Refuses what cannot be, before anything is."""
+    with closing(places.source()) as source, closing(places.target()) as target:
+        if source.url == target.url:
+            raise InvalidStateError(f"{source.url} cannot be copied onto itself")
+        try:
+            data = source.get(MANIFEST)
+        except NoBucketError:
+            raise
+        except NotFoundError:
+            return _survey_run(source, target, overwrite=overwrite)
+        manifest = decode_manifest(data, source.url)
+        if _run_at(target):
+            raise InvalidStateError(
+                f"{target.url} is a run: copy the checkpoint {source.url} to a step of it, such as step-00001000"
+            )
+        _check_free(target, "", manifest, overwrite=overwrite)
+        return [_Step("", sum(entry.nbytes for entry in manifest.objects))]
+
+
+def _survey_run(source: Store, target: Store, *, overwrite: bool) -> list[_Step]:
+    if _committed(target, "") is not None:
+        raise InvalidStateError(f"{target.url} is a checkpoint: the run {source.url} needs a place of its own")
+    steps: list[_Step] = []
+    seen: set[str] = set()
+    for entry in catalog.list_steps(source):
+        if entry.manifest is not None:
+            _check_free(target, entry.name, entry.manifest, overwrite=overwrite)
+            sizes = {_run_key(entry.name, o.key): o.nbytes for o in entry.manifest.objects}
+            steps.append(_Step(entry.name, sum(n for key, n in sizes.items() if key not in seen)))
+            seen.update(sizes)
+        elif entry.fault is not None:
+            steps.append(_Step(entry.name, 0, FormatError(entry.fault)))
+    if not steps:
+        raise NotFoundError(f"{source.url} is neither a checkpoint nor a run with a committed step")
+    return steps
+
+
+def _run_at(store: Store) -> bool:
+    """Whether checkpoints lie below the URL, and none at it."""
+    return _committed(store, "") is None and next(catalog.list_steps(store), None) is not None
+
+
+def _run_key(name: str, key: str) -> str:
+    step_dir, below = split_key(key)
+    return f"{step_dir or name}/{below}"
+
+
+def _committed(store: Store, name: str) -> bytes | None:
+    try:
+        return store.get(f"{name}/{MANIFEST}" if name else MANIFEST)
+    except NotFoundError:
+        return None
+
+
+def _check_free(target: Store, name: str, manifest: Manifest, *, overwrite: bool) -> None:
+    data = _committed(target, name)
+    if data is None or overwrite:
+        return
+    where = f"{target.url}/{name}" if name else target.url
+    try:
+        commit_id = decode_manifest(data, where).document.commit_id
+    except FormatError as error:
+        raise AlreadyCommittedError(f"a manifest that cannot be read is in the way of the copy: {error}") from error
+    if commit_id != manifest.document.commit_id:
+        raise AlreadyCommittedError(
+            f"{where} already holds another checkpoint (commit id {commit_id}, not {manifest.document.commit_id}); "
+            "copy to another URL, or pass overwrite=True"
+        )
+
+
+def _copy_step(
+    places: _Places, step: _Step, done: _Done, *, overwrite: bool, trust_sizes: bool, advance: Advance
+) -> None:
+    with closing(places.source(step.name)) as source:
+        try:
+            data = catalog.read_manifest_bytes(source)
+        except NotFoundError:
+            if not step.name:
+                raise
+            return  # the run's retention has removed it in the meantime
+        manifest = decode_manifest(data, source.url)
+        entries = manifest.objects if step.name else moved_objects(manifest)
+        if entries != manifest.objects:
+            data = with_objects(data, entries)
+            decode_manifest(data, f"the copy of {source.url}")
+        copies = [
+            ObjectCopy(number, old.key, new.key, old.nbytes, old.crc32c)
+            for number, (old, new) in enumerate(zip(manifest.objects, entries, strict=True))
+            if _run_key(step.name, new.key) not in done.objects
+        ]
+        widths = Widths.of(len(copies), places.config)
+        with closing(places.target(step.name, widths.sending)) as target:
+            _check_free(target, "", manifest, overwrite=overwrite)
+            present = _committed(target, "")
+            is_present = present == data
+            there = _sizes(target, copies)
+            try:
+                sent = copy_objects(
+                    source,
+                    target,
+                    copies,
+                    there=there,
+                    trust_sizes=trust_sizes or is_present,
+                    widths=widths,
+                    config=places.config,
+                    advance=advance,
+                )
+            except DamagedObjectError as error:
+                raise _explained(source, manifest, error, places.config) from error
+            if not is_present:
+                _check_sizes(target, copies)
+                catalog.commit_bytes(target, data, manifest.document.commit_id, overwrite=present is not None)
+    done.objects.update(_run_key(step.name, copy.target) for copy in copies)
+    (done.present if is_present else done.steps).append(manifest.document.step)
+    nbytes_sent = sum(copy.nbytes for copy in sent)
+    done.num_sent += len(sent)
+    done.nbytes_sent += nbytes_sent
+    done.nbytes_present += sum(copy.nbytes for copy in copies) - nbytes_sent
+
+
+def _sizes(target: Store, copies: Sequence[ObjectCopy]) -> dict[str, int]:
+    """Of the objects that the target has. Objects of siblings are asked for one by one: there are few."""
+    sizes = {found.key: found.nbytes for found in target.list("")}
+    for copy in copies:
+        if split_key(copy.target)[0] is not None:
+            try:
+                sizes[copy.target] = target.size(copy.target)
+            except NotFoundError:
+                continue
+    return sizes
+
+
+def _check_sizes(target: Store, copies: Sequence[ObjectCopy]) -> None:
+    """A slow copy can be taken for a dead save's leavings by who sweeps the destination: look before the commit."""
+    sizes = _sizes(target, copies)
+    lost = [copy.target for copy in copies if sizes.get(copy.target) != copy.nbytes]
+    if lost:
+        raise StoreError(
+            f"{target.url}: {len(lost)} objects, such as {lost[0]}, were removed or changed while the others were "
+            "copied; copy again",
+            key=lost[0],
+            retryable=True,
+        )
+
+
+def _explained(source: Store, manifest: Manifest, error: DamagedObjectError, config: Config) -> CloudckptError:
+    """What `verify` says of an object that was not what it should be."""
+    faults = check_objects(source, manifest, [error.number], config)
+    if not faults:
+        return StoreError(f"{source.url}: {error}, but it is right when read again", key=error.key, retryable=True)
+    fault = faults[0]
+    text = f"cannot copy {source.url}: {fault}"
+    if fault.path is None or fault.box is None:
+        return FormatError(text)
+    box = (fault.box.offset, fault.box.shape)
+    return CorruptChunkError(text, array=fault.path, box=box, key=fault.key, byte_offset=fault.byte_offset)
