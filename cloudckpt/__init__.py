@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from cloudckpt._async import async_save
     from cloudckpt._copy import CopyReport, copy
     from cloudckpt._load import LoadReport, load
+    from cloudckpt._migrate import migrate
     from cloudckpt._read import read
     from cloudckpt._save import save
     from cloudckpt._write import Commit
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from cloudckpt.interop.zarr_view import open_zarr
     from cloudckpt.plan.changes import Resize
     from cloudckpt.plan.flat import FlatLayout, FlatParam
+    from cloudckpt.plan.migrations import migration
     from cloudckpt.plan.names import GlobalNames, global_expert_names, global_layer_names, merge_parts
     from cloudckpt.plan.parallel import ParallelConfig
     from cloudckpt.plan.rename import Concatenate, Split, Stack, Transpose, Unstack
@@ -64,6 +66,8 @@ _HOMES = {
     "global_layer_names": "cloudckpt.plan.names",
     "load": "cloudckpt._load",
     "merge_parts": "cloudckpt.plan.names",
+    "migrate": "cloudckpt._migrate",
+    "migration": "cloudckpt.plan.migrations",
     "open_checkpoint": "cloudckpt.checkpoint",
     "open_zarr": "cloudckpt.interop.zarr_view",
     "read": "cloudckpt._read",
@@ -102,6 +106,8 @@ __all__ = [
     "global_layer_names",
     "load",
     "merge_parts",
+    "migrate",
+    "migration",
     "open_checkpoint",
     "open_zarr",
     "read",

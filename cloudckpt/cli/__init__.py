@@ -64,7 +64,30 @@ def _parser() -> argparse.ArgumentParser:
     copy.add_argument(
         "--trust-sizes", action="store_true", help="take what an earlier copy has left by its size, without reading it"
     )
+    migrate = _add_two(commands, "migrate", "write a checkpoint anew under other names, cuts or dtypes", _migrate)
+    migrate.add_argument("--to", metavar="VERSION", help="the model version that registered migrations shall lead to")
+    migrate.add_argument(
+        "--module", metavar="NAME", action="append", default=[], help="a Python module that registers migrations"
+    )
+    migrate.add_argument(
+        "--rename", metavar="OLD=NEW", type=_pair, action="append", default=[], help="a pattern of keys and its target"
+    )
+    migrate.add_argument(
+        "--cast",
+        metavar="PATTERN=DTYPE",
+        type=_pair,
+        action="append",
+        default=[],
+        help="a dtype for float tensors: '*=bfloat16', '*.exp_avg=float32'; the first that matches counts",
+    )
     return parser
+
+
+def _pair(text: str) -> tuple[str, str]:
+    first, equals, second = text.partition("=")
+    if not (first and equals and second):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form A=B")
+    return first, second
 
 
 def _add_two(commands: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
@@ -139,6 +162,14 @@ def _copy(options: argparse.Namespace) -> int:
         overwrite=options.overwrite,
         trust_sizes=options.trust_sizes,
     )
+    return 0
+
+
+def _migrate(options: argparse.Namespace) -> int:
+    from cloudckpt.cli.migrating import Wanted, migrate_checkpoint
+
+    wanted = Wanted(options.to, options.module, options.rename, options.cast, options.overwrite)
+    migrate_checkpoint(options.src, options.dst, options.src_options, options.dst_options, wanted)
     return 0
 
 

@@ -64,6 +64,7 @@ class Blueprint:
 
     attempt: str
     step: int | None
+    model_version: str | None
     layout: str
     arrays: ArrayPlan
     tree: values.Node
@@ -129,6 +130,7 @@ def assemble(blueprint: Blueprint, receipts: Sequence[UploadReceipt]) -> Manifes
             attempt=blueprint.attempt,
             step=blueprint.step,
             topology=blueprint.topology,
+            model_version=blueprint.model_version,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             writer=f"cloudckpt {version('cloudckpt')}",
             world_size=blueprint.world_size,
