@@ -121,6 +121,7 @@ def test_a_killed_copy_is_taken_up_again(copying: Copying, points: str):
             assert verify(f"{trial.dst}/step-{step}", storage_options=trial.options).ok, where
 
 
+@pytest.mark.parametrize("copying", ["local-system", "local-store"], indirect=True)
 @POINTS
 def test_a_killed_overwrite_leaves_the_old_or_the_new(copying: Copying, points: str):
     def fill(dst: str) -> None:
