@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from cloudckpt.errors import InvalidStateError, MismatchError
@@ -12,9 +10,8 @@ from cloudckpt.plan.migrations import migration, migrations_between
 
 
 @pytest.fixture(autouse=True)
-def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migrations, "_registered", {})
-    yield
 
 
 def register(*pairs: tuple[str | None, str]) -> None:

@@ -1,4 +1,4 @@
-"""A copy that is killed at any point leaves every step at its destination absent or whole, and can be taken up again."""
+"""A copy that is killed at any point leaves each step at its destination absent or whole, and is taken up again."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def register() -> None:
 
     @cloudckpt.migration("1", "2")
     def fuse() -> list[Any]:
-        parts = tuple("{p:*}.layers.{n}.%s" % name for name in "qkv")
+        parts = tuple(f"{{p:*}}.layers.{{n}}.{name}" for name in "qkv")
         return [
             Concatenate(parts, "{p}.layers.{n}.qkv"),
             Transpose("{p:*}.head"),
@@ -148,7 +148,7 @@ def differing(url: str) -> tuple[str, str]:
     register()
     if rank == 1:
         del migrations._registered["2", "3"]
-        cloudckpt.migration("2", "3")(lambda: [])
+        cloudckpt.migration("2", "3")(list)
     target = {"net": {"head": torch.zeros(6, 4)}}
     try:
         cloudckpt.load(target, url, model_version="3", strict=False)
