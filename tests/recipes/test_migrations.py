@@ -163,3 +163,9 @@ def test_ranks_must_agree(ranks: RankPool, tmp_path: Path):
     for saved, loaded in ranks.run(2, differing, str(tmp_path / "c")):
         assert re.search("called with .*model_version='0'.* on rank 0 but .*model_version='1'.* on rank 1", saved)
         assert "was called with rename=\"migrations ['1' -> '2', '2' -> '3'], " in loaded
+
+
+def test_background_saves_take_a_version_too(tmp_path: Path):
+    register()
+    cloudckpt.async_save(first_version(), tmp_path / "c", model_version="1").result(timeout_s=60)
+    assert "layers.0.qkv" in cloudckpt.read(tmp_path / "c", model_version="2")["model"]
