@@ -11,22 +11,22 @@ from typing import Any
 from cloudckpt import catalog
 from cloudckpt.config import Config
 from cloudckpt.errors import (
-    AlreadyCommittedError,
     CloudckptError,
     CorruptChunkError,
     FormatError,
-    InvalidStateError,
-    NoBucketError,
     NotFoundError,
     StoreError,
 )
-from cloudckpt.format.keys import MANIFEST, split_key
+from cloudckpt.format.keys import key_in_run, new_attempt, parse_step, split_key
 from cloudckpt.format.manifest import Manifest, decode_manifest, with_objects
+from cloudckpt.leases import HeldLease
 from cloudckpt.plan.copies import moved_objects
 from cloudckpt.progress import Advance, Progress, start_progress
 from cloudckpt.store.base import Store
+from cloudckpt.store.paths import parent
 from cloudckpt.store.resolve import resolve
 from cloudckpt.transfer.copying import DamagedObjectError, ObjectCopy, Widths, copy_objects
+from cloudckpt.transfer.survey import CopyStep, check_free, committed, survey
 from cloudckpt.verify import check_objects
 
 
@@ -74,8 +74,9 @@ def copy(
     and StoreError.
     """
     places = _Places(src, dst, src_options, dst_options, config or Config())
-    steps = _survey(places, overwrite=overwrite)
-    done = _Done(places.target_url())
+    with closing(places.source()) as source, closing(places.target()) as target:
+        steps = survey(source, target, overwrite=overwrite)
+        done = _Done(target.url)
     faults: list[CloudckptError] = []
     with start_progress(progress, "copy", sum(step.nbytes for step in steps), show=True) as advance:
         for step in steps:
@@ -108,21 +109,10 @@ class _Places:
     def target(self, name: str = "", config: Config | None = None) -> Store:
         return resolve(_below(self.dst, name), self.dst_options, config or self.config)
 
-    def target_url(self) -> str:
-        with closing(self.target()) as store:
-            return store.url
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A checkpoint to copy. ``name``: its directory in the run, empty for a checkpoint by itself.
-
-    ``nbytes``: of the objects that no step before it has.
-    """
-
-    name: str
-    nbytes: int
-    fault: FormatError | None = None
+    def target_step_dir(self, name: str) -> str | None:
+        """The step directory that a checkpoint is copied to; None where it is no step of a run."""
+        found = name or parent(os.fspath(self.dst))[1]
+        return found if parse_step(found) is not None else None
 
 
 @dataclass
@@ -145,79 +135,8 @@ def _below(url: str | os.PathLike[str], name: str) -> str | os.PathLike[str]:
     return f"{os.fspath(url).rstrip('/')}/{name}" if name else url
 
 
-def _survey(places: _Places, *, overwrite: bool) -> list[_Step]:
-    """What is to be copied. Refuses what cannot be, before anything is."""
-    with closing(places.source()) as source, closing(places.target()) as target:
-        if source.url == target.url:
-            raise InvalidStateError(f"{source.url} cannot be copied onto itself")
-        try:
-            data = source.get(MANIFEST)
-        except NoBucketError:
-            raise
-        except NotFoundError:
-            return _survey_run(source, target, overwrite=overwrite)
-        manifest = decode_manifest(data, source.url)
-        if _run_at(target):
-            raise InvalidStateError(
-                f"{target.url} is a run: copy the checkpoint {source.url} to a step of it, such as step-00001000"
-            )
-        _check_free(target, "", manifest, overwrite=overwrite)
-        return [_Step("", sum(entry.nbytes for entry in manifest.objects))]
-
-
-def _survey_run(source: Store, target: Store, *, overwrite: bool) -> list[_Step]:
-    if _committed(target, "") is not None:
-        raise InvalidStateError(f"{target.url} is a checkpoint: the run {source.url} needs a place of its own")
-    steps: list[_Step] = []
-    seen: set[str] = set()
-    for entry in catalog.list_steps(source):
-        if entry.manifest is not None:
-            _check_free(target, entry.name, entry.manifest, overwrite=overwrite)
-            sizes = {_run_key(entry.name, o.key): o.nbytes for o in entry.manifest.objects}
-            steps.append(_Step(entry.name, sum(n for key, n in sizes.items() if key not in seen)))
-            seen.update(sizes)
-        elif entry.fault is not None:
-            steps.append(_Step(entry.name, 0, FormatError(entry.fault)))
-    if not steps:
-        raise NotFoundError(f"{source.url} is neither a checkpoint nor a run with a committed step")
-    return steps
-
-
-def _run_at(store: Store) -> bool:
-    """Whether checkpoints lie below the URL, and none at it."""
-    return _committed(store, "") is None and next(catalog.list_steps(store), None) is not None
-
-
-def _run_key(name: str, key: str) -> str:
-    step_dir, below = split_key(key)
-    return f"{step_dir or name}/{below}"
-
-
-def _committed(store: Store, name: str) -> bytes | None:
-    try:
-        return store.get(f"{name}/{MANIFEST}" if name else MANIFEST)
-    except NotFoundError:
-        return None
-
-
-def _check_free(target: Store, name: str, manifest: Manifest, *, overwrite: bool) -> None:
-    data = _committed(target, name)
-    if data is None or overwrite:
-        return
-    where = f"{target.url}/{name}" if name else target.url
-    try:
-        commit_id = decode_manifest(data, where).document.commit_id
-    except FormatError as error:
-        raise AlreadyCommittedError(f"a manifest that cannot be read is in the way of the copy: {error}") from error
-    if commit_id != manifest.document.commit_id:
-        raise AlreadyCommittedError(
-            f"{where} already holds another checkpoint (commit id {commit_id}, not {manifest.document.commit_id}); "
-            "copy to another URL, or pass overwrite=True"
-        )
-
-
 def _copy_step(
-    places: _Places, step: _Step, done: _Done, *, overwrite: bool, trust_sizes: bool, advance: Advance
+    places: _Places, step: CopyStep, done: _Done, *, overwrite: bool, trust_sizes: bool, advance: Advance
 ) -> None:
     with closing(places.source(step.name)) as source:
         try:
@@ -231,39 +150,63 @@ def _copy_step(
         if entries != manifest.objects:
             data = with_objects(data, entries)
             decode_manifest(data, f"the copy of {source.url}")
-        copies = [
+        wanted = [
             ObjectCopy(number, old.key, new.key, old.nbytes, old.crc32c)
             for number, (old, new) in enumerate(zip(manifest.objects, entries, strict=True))
-            if _run_key(step.name, new.key) not in done.objects
         ]
+        copies = [copy for copy in wanted if key_in_run(step.name, copy.target) not in done.objects]
         widths = Widths.of(len(copies), places.config)
         with closing(places.target(step.name, widths.sending)) as target:
-            _check_free(target, "", manifest, overwrite=overwrite)
-            present = _committed(target, "")
+            check_free(target, "", manifest, overwrite=overwrite)
+            present = committed(target, "")
             is_present = present == data
-            there = _sizes(target, copies)
+            # What a committed manifest lists needs no lease, and what is no step of a run no retention will touch.
+            step_dir = None if is_present else places.target_step_dir(step.name)
+            lease = HeldLease(target, new_attempt())
             try:
-                sent = copy_objects(
-                    source,
-                    target,
-                    copies,
-                    there=there,
-                    trust_sizes=trust_sizes or is_present,
-                    widths=widths,
-                    config=places.config,
-                    advance=advance,
+                if step_dir is not None:
+                    lease.take({step_dir, *(split_key(copy.target)[0] or step_dir for copy in wanted)})
+                sent = _send(
+                    source, target, manifest, copies, widths, places.config, trust_sizes or is_present, advance
                 )
-            except DamagedObjectError as error:
-                raise _explained(source, manifest, error, places.config) from error
-            if not is_present:
-                _check_sizes(target, copies)
-                catalog.commit_bytes(target, data, manifest.document.commit_id, overwrite=present is not None)
-    done.objects.update(_run_key(step.name, copy.target) for copy in copies)
+                if not is_present:
+                    _check_sizes(target, wanted)
+                    with lease.committing():
+                        commit_id = manifest.document.commit_id
+                        catalog.commit_bytes(target, data, commit_id, overwrite=present is not None)
+            finally:
+                lease.release()
+    done.objects.update(key_in_run(step.name, copy.target) for copy in copies)
     (done.present if is_present else done.steps).append(manifest.document.step)
     nbytes_sent = sum(copy.nbytes for copy in sent)
     done.num_sent += len(sent)
     done.nbytes_sent += nbytes_sent
     done.nbytes_present += sum(copy.nbytes for copy in copies) - nbytes_sent
+
+
+def _send(
+    source: Store,
+    target: Store,
+    manifest: Manifest,
+    copies: Sequence[ObjectCopy],
+    widths: Widths,
+    config: Config,
+    trust_sizes: bool,
+    advance: Advance,
+) -> list[ObjectCopy]:
+    try:
+        return copy_objects(
+            source,
+            target,
+            copies,
+            there=_sizes(target, copies),
+            trust_sizes=trust_sizes,
+            widths=widths,
+            config=config,
+            advance=advance,
+        )
+    except DamagedObjectError as error:
+        raise _explained(source, manifest, error, config) from error
 
 
 def _sizes(target: Store, copies: Sequence[ObjectCopy]) -> dict[str, int]:

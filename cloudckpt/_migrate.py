@@ -82,6 +82,7 @@ def _blueprint(manifest: Manifest, rewrite: Rewrite, model_version: str | None) 
         meshes=document.meshes,
         metadata=document.metadata,
         world_size=document.world_size,
+        topology=None,  # no ranks have held these
     )
 
 
@@ -153,4 +154,5 @@ def _write(
             num_chunks=len(manifest.columns),
             num_objects=len(manifest.objects),
             num_requests=target.counts.requests,
+            nbytes_new=manifest.nbytes_new,
         )

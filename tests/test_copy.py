@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt import catalog
+from cloudckpt import catalog, leases
 from cloudckpt.config import MIB, Config
 from cloudckpt.errors import (
     AlreadyCommittedError,
@@ -21,6 +21,7 @@ from cloudckpt.errors import (
     FormatError,
     InvalidStateError,
     NotFoundError,
+    StoreError,
 )
 from cloudckpt.format.manifest import _tail, decode_manifest
 from cloudckpt.store.resolve import resolve
@@ -297,3 +298,141 @@ def test_fields_of_later_versions_are_kept(src: Place, dst: Place):
     assert copied == path.read_bytes()
     assert decode_manifest(copied, "here").document.version == "1.99"
     check(dst, 1)
+
+
+def save_steps(run: Place, *values: int) -> None:
+    """Of which ``w``, in many packs, never changes, and so is written by the first alone."""
+    for value in values:
+        changing = {**state(0), "b": torch.full((3,), float(value)), "n": value}
+        cloudckpt.save(changing, run.below(f"step-{value}").root, step=value, incremental=True, config=CONFIG)
+
+
+def check_step(place: Place, value: int) -> None:
+    found = cloudckpt.read(place.root, storage_options=place.options)
+    assert torch.equal(found["w"], state(0)["w"])
+    assert (found["b"].tolist(), found["n"]) == ([value] * 3, value)
+    assert verify(place.root, storage_options=place.options, config=CONFIG).faults == ()
+
+
+def referred(place: Place) -> set[str]:
+    with cloudckpt.open_checkpoint(place.root, storage_options=place.options) as checkpoint:
+        return {entry.key for entry in checkpoint.manifest.objects if entry.key.startswith("../")}
+
+
+def test_the_copy_of_a_checkpoint_stands_by_itself(src: Place, elsewhere: Place, dst: Place):
+    save_steps(src, 1, 2, 3)
+    assert referred(src.below("step-3"))
+    copy(src.below("step-3"), elsewhere)
+    check_step(elsewhere, 3)
+    assert referred(elsewhere) == set()
+    copy(elsewhere, dst)
+    check_step(dst, 3)
+    with cloudckpt.open_checkpoint(dst.root) as copied, cloudckpt.open_checkpoint(src.below("step-3").root) as original:
+        assert copied.manifest.document.commit_id == original.manifest.document.commit_id
+        assert copied.manifest.nbytes_new == original.manifest.nbytes_new
+    again = copy(src.below("step-3"), elsewhere)
+    assert (again.steps, again.steps_present, again.num_objects) == ([], [3], 0)
+
+
+def test_the_copy_of_a_run_is_as_small_as_the_run(src: Place, elsewhere: Place):
+    save_steps(src, 1, 2, 3)
+    # What later steps refer to comes along, also where its own step is gone.
+    (Path(src.root) / "step-1/manifest.json").unlink()
+    report = copy(src, elsewhere)
+    assert report.steps == [2, 3]
+    kept = referred(src.below("step-3"))
+    assert referred(elsewhere.below("step-3")) == kept
+    manifests = {f"step-{value}/manifest.json" for value in (2, 3)}
+    copied = elsewhere.sizes()
+    assert manifests < {*copied} == {*src.sizes()}
+    assert report.nbytes == sum(nbytes for key, nbytes in copied.items() if key not in manifests)
+    (Path(src.root) / "step-1").rename(Path(src.root) / "gone")
+    for value in (2, 3):
+        check_step(elsewhere.below(f"step-{value}"), value)
+    (Path(src.root) / "gone").rename(Path(src.root) / "step-1")
+    again = copy(src, elsewhere)
+    assert (again.steps_present, again.nbytes) == ([2, 3], 0)
+
+
+def test_references_are_taken_up_again_too(src: Place, dst: Place):
+    save_steps(src, 1, 2)
+    copy(src, dst)
+    for value in (1, 2):
+        (Path(dst.root) / f"step-{value}/manifest.json").unlink()
+    wrong = next(Path(dst.root).glob("step-1/*/*.zip"))
+    flip(wrong, 100)
+    report = copy(src, dst)
+    assert (report.steps, report.num_objects) == ([1, 2], 1)
+    for value in (1, 2):
+        check_step(dst.below(f"step-{value}"), value)
+
+
+def test_a_copy_made_whole_replaces_one_with_references(src: Place, dst: Place):
+    save_steps(src, 1, 2)
+    copy(src, dst)
+    assert referred(dst.below("step-2"))
+    report = copy(src.below("step-2"), dst.below("step-2"))
+    assert report.steps == [2]
+    assert referred(dst.below("step-2")) == set()
+    check_step(dst.below("step-2"), 2)
+
+
+def test_a_lease_keeps_what_a_copy_into_a_run_relies_on(src: Place, dst: Place, monkeypatch: pytest.MonkeyPatch):
+    save_steps(src, 1, 2)
+    seen: list[Any] = []
+    real = catalog.commit_bytes
+
+    def commit(*arguments: Any, **options: Any) -> None:
+        run = resolve(dst.root)
+        seen.extend((lease.step_dir, lease.step_dirs) for lease in leases.live(run))
+        run.close()
+        real(*arguments, **options)
+
+    monkeypatch.setattr(catalog, "commit_bytes", commit)
+    copy(src, dst)
+    assert seen == [("step-1", {"step-1"}), ("step-2", {"step-1", "step-2"})]
+    assert not list(Path(dst.root).rglob("lease"))
+
+
+def test_a_copy_that_passed_for_dead_is_not_committed(src: Place, dst: Place, monkeypatch: pytest.MonkeyPatch):
+    save_steps(src, 1)
+    from cloudckpt import _copy
+
+    real = _copy.copy_objects
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        found = real(*arguments, **options)
+        for lease in Path(dst.root).rglob("lease"):
+            lease.unlink()
+        return found
+
+    monkeypatch.setattr(_copy, "copy_objects", slow)
+    with pytest.raises(StoreError, match=r"the lease .* was removed"):
+        copy(src, dst)
+
+    def swept(*arguments: Any, **options: Any) -> Any:
+        found = real(*arguments, **options)
+        next(Path(dst.root).rglob("*.zip")).unlink()
+        return found
+
+    monkeypatch.setattr(_copy, "copy_objects", swept)
+    with pytest.raises(StoreError, match=r"1 objects, such as .*zip, were removed or changed while"):
+        copy(src, dst)
+    assert "step-1/manifest.json" not in dst.sizes()
+
+
+def test_a_step_that_is_removed_while_its_run_is_copied_is_left_out(
+    src: Place, dst: Place, monkeypatch: pytest.MonkeyPatch
+):
+    for value in (1, 2):
+        save(src.below(f"step-{value}"), value)
+    from cloudckpt import _copy
+
+    real = _copy._copy_step
+
+    def step(*arguments: Any, **options: Any) -> None:
+        (Path(src.root) / "step-2/manifest.json").unlink(missing_ok=True)
+        real(*arguments, **options)
+
+    monkeypatch.setattr(_copy, "_copy_step", step)
+    assert copy(src, dst).steps == [1]

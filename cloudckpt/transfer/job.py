@@ -71,7 +71,7 @@ class Blueprint:
     meshes: tuple[MeshEntry, ...]
     metadata: values.Node
     world_size: int
-    topology: str
+    topology: str | None
     notes: tuple[str, ...] = ()
 
 
