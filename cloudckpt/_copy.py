@@ -17,7 +17,7 @@ from cloudckpt.errors import (
     NotFoundError,
     StoreError,
 )
-from cloudckpt.format.keys import key_in_run, new_attempt, parse_step, split_key
+from cloudckpt.format.keys import PIN, key_in_run, new_attempt, parse_step, split_key
 from cloudckpt.format.manifest import Manifest, decode_manifest, with_objects
 from cloudckpt.leases import HeldLease
 from cloudckpt.plan.copies import moved_objects
@@ -171,6 +171,7 @@ def _copy_step(
                 )
                 if not is_present:
                     _check_sizes(target, wanted)
+                    _copy_pin(source, target)
                     with lease.committing():
                         commit_id = manifest.document.commit_id
                         catalog.commit_bytes(target, data, commit_id, overwrite=present is not None)
@@ -232,6 +233,15 @@ def _check_sizes(target: Store, copies: Sequence[ObjectCopy]) -> None:
             key=lost[0],
             retryable=True,
         )
+
+
+def _copy_pin(source: Store, target: Store) -> None:
+    """Before the commit, so that no retention ever sees the copy without its pin."""
+    try:
+        pin = source.get(PIN)
+    except NotFoundError:
+        return
+    target.put(PIN, pin)
 
 
 def _explained(source: Store, manifest: Manifest, error: DamagedObjectError, config: Config) -> CloudckptError:

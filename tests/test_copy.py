@@ -436,3 +436,12 @@ def test_a_step_that_is_removed_while_its_run_is_copied_is_left_out(
 
     monkeypatch.setattr(_copy, "_copy_step", step)
     assert copy(src, dst).steps == [1]
+
+
+def test_a_pin_travels_with_its_checkpoint(src: Place, dst: Place):
+    for value in (1, 2):
+        save(src.below(f"step-{value}"), value)
+    (Path(src.root) / "step-1/keep").write_text("pinned")
+    copy(src, dst)
+    assert (Path(dst.root) / "step-1/keep").read_text() == "pinned"
+    assert not (Path(dst.root) / "step-2/keep").exists()

@@ -13,6 +13,8 @@ from cloudckpt.errors import FormatError, InvalidStateError
 from cloudckpt.format.values import dotted
 
 MANIFEST = "manifest.json"
+PIN = "keep"
+"""The key, relative to a checkpoint, of the object that keeps retention from removing it."""
 
 MAX_NAME_BYTES = 160
 _MAX_STEP_DIGITS = 18
