@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ from cloudckpt.errors import (
     StoreError,
 )
 from cloudckpt.format.manifest import _tail, decode_manifest
+from cloudckpt.store.local import LocalStore
 from cloudckpt.store.resolve import resolve
 from cloudckpt.verify import verify
+from tests.servers.faults import Fault, faulty_s3
 from tests.servers.process import S3Server
 
 CONFIG = Config(chunk_bytes=64 * 1024, pack_bytes=300 * 1024, retry_deadline_s=20.0)
@@ -445,3 +447,50 @@ def test_a_pin_travels_with_its_checkpoint(src: Place, dst: Place):
     copy(src, dst)
     assert (Path(dst.root) / "step-1/keep").read_text() == "pinned"
     assert not (Path(dst.root) / "step-2/keep").exists()
+
+
+FAULTS = [
+    Fault("reset", method="GET", contains=".zip", times=2),
+    Fault("status", method="GET", contains=".zip", status=503, code="SlowDown", times=2),
+    Fault("cut", method="GET", contains=".zip", nbytes=100_000, times=2),
+    Fault("reset_body", method="GET", contains="manifest.json", nbytes=50),
+    Fault("status", method="PUT", contains="r00000", times=2),
+    Fault("reset", method="PUT", contains="r00000", times=2),
+    Fault("lost_reply", method="PUT", contains="r00000"),
+    Fault("lost_reply", method="POST", contains="uploadId"),
+    Fault("lost_reply", method="PUT", contains="manifest.json"),
+    Fault("status", method="HEAD"),
+]
+
+
+@pytest.mark.parametrize("numel", [100_000, 3_000_000], ids=["put", "parts"])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.kind}-{fault.method}-{fault.contains}")
+def test_faults_on_the_wire(src: Place, dst: Place, fault: Fault, numel: int):
+    save(src, numel=numel, config=PARTS)
+    with faulty_s3() as server:
+        there = Place(f"s3://{server.bucket}/there", server.storage_options)
+        server.faults.append(replace(fault))
+        assert copy(src, there, config=PARTS).steps == [1]
+        check(there, 1, numel)
+        server.faults.append(replace(fault))
+        copy(there, dst, config=PARTS)
+    check(dst, 1, numel)
+
+
+def test_a_source_that_errs_once_is_told_from_damage(src: Place, dst: Place, monkeypatch: pytest.MonkeyPatch):
+    save(src)
+    real = LocalStore.stream
+    flips = iter([4])
+
+    def stream(store: LocalStore, key: str, byte_offset: int, nbytes: int) -> Iterator[Any]:
+        for part in real(store, key, byte_offset, nbytes):
+            data = bytearray(memoryview(part))  # type: ignore[arg-type]
+            data[0] ^= next(flips, 0)
+            yield data
+
+    monkeypatch.setattr(LocalStore, "stream", stream)
+    with pytest.raises(StoreError, match="but it is right when read again") as caught:
+        copy(src, dst)
+    assert caught.value.retryable
+    copy(src, dst)
+    check(dst, 1)
