@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +64,22 @@ def third_version(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return found
 
 
-def sharded_load(url: str) -> list[str | None]:
+@contextmanager
+def registered() -> Iterator[None]:
+    """In a process of the pool, which other tests use as well."""
     register()
+    try:
+        yield
+    finally:
+        migrations._registered.clear()
+
+
+def sharded_load(url: str) -> list[str | None]:
+    with registered():
+        return _sharded_load(url)
+
+
+def _sharded_load(url: str) -> list[str | None]:
     mesh = make_mesh((2,))
     whole = third_version(first_version())
     target = {
@@ -145,16 +161,16 @@ def differing(url: str) -> tuple[str, str]:
         saved = ""
     except CloudckptError as error:
         saved = str(error)
-    register()
-    if rank == 1:
-        del migrations._registered["2", "3"]
-        cloudckpt.migration("2", "3")(list)
     target = {"net": {"head": torch.zeros(6, 4)}}
-    try:
-        cloudckpt.load(target, url, model_version="3", strict=False)
-        loaded = ""
-    except CloudckptError as error:
-        loaded = str(error)
+    loaded = ""
+    with registered():
+        if rank == 1:
+            del migrations._registered["2", "3"]
+            cloudckpt.migration("2", "3")(list)
+        try:
+            cloudckpt.load(target, url, model_version="3", strict=False)
+        except CloudckptError as error:
+            loaded = str(error)
     return saved, loaded
 
 
