@@ -10,8 +10,10 @@ from cloudckpt import _exit_status  # noqa: F401  # its hook has to be among the
 if TYPE_CHECKING:
     from cloudckpt import errors
     from cloudckpt._async import async_save
+    from cloudckpt._copy import CopyReport, copy
     from cloudckpt._flights import RunStatus, SaveInFlight
     from cloudckpt._load import LoadReport, load
+    from cloudckpt._migrate import migrate
     from cloudckpt._read import read
     from cloudckpt._save import save
     from cloudckpt._write import Commit
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from cloudckpt.plan.changes import Resize
     from cloudckpt.plan.flat import FlatLayout, FlatParam
     from cloudckpt.plan.history import SavedStep
+    from cloudckpt.plan.migrations import migration
     from cloudckpt.plan.names import GlobalNames, global_expert_names, global_layer_names, merge_parts
     from cloudckpt.plan.parallel import ParallelConfig
     from cloudckpt.plan.rename import Concatenate, Split, Stack, Transpose, Unstack
@@ -42,6 +45,7 @@ _HOMES = {
     "Commit": "cloudckpt._write",
     "Concatenate": "cloudckpt.plan.rename",
     "Config": "cloudckpt.config",
+    "CopyReport": "cloudckpt._copy",
     "FlatLayout": "cloudckpt.plan.flat",
     "FlatParam": "cloudckpt.plan.flat",
     "FlatShards": "cloudckpt.pytorch.flat",
@@ -67,11 +71,14 @@ _HOMES = {
     "Transpose": "cloudckpt.plan.rename",
     "Unstack": "cloudckpt.plan.rename",
     "async_save": "cloudckpt._async",
+    "copy": "cloudckpt._copy",
     "errors": "cloudckpt.errors",
     "global_expert_names": "cloudckpt.plan.names",
     "global_layer_names": "cloudckpt.plan.names",
     "load": "cloudckpt._load",
     "merge_parts": "cloudckpt.plan.names",
+    "migrate": "cloudckpt._migrate",
+    "migration": "cloudckpt.plan.migrations",
     "open_checkpoint": "cloudckpt.checkpoint",
     "open_zarr": "cloudckpt.interop.zarr_view",
     "read": "cloudckpt._read",
@@ -85,6 +92,7 @@ __all__ = [
     "Commit",
     "Concatenate",
     "Config",
+    "CopyReport",
     "FlatLayout",
     "FlatParam",
     "FlatShards",
@@ -110,11 +118,14 @@ __all__ = [
     "Transpose",
     "Unstack",
     "async_save",
+    "copy",
     "errors",
     "global_expert_names",
     "global_layer_names",
     "load",
     "merge_parts",
+    "migrate",
+    "migration",
     "open_checkpoint",
     "open_zarr",
     "read",

@@ -44,6 +44,7 @@ def async_save(
     incremental: bool = False,
     rules: ShardingRules | None = None,
     metadata: Mapping[str, Any] | None = None,
+    model_version: str | None = None,
     values: Literal["check", "rank0"] = "check",
     allow_pickle: bool = False,
     progress: Progress = None,
@@ -86,6 +87,7 @@ def async_save(
         values=values,
         check_replicas=config.check_replicas,
         chunk_bytes=config.chunk_bytes,
+        model_version=model_version,
     )
 
     def prepared() -> Prepared:

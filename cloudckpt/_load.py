@@ -18,6 +18,7 @@ from cloudckpt.format.manifest import Manifest, decode_manifest
 from cloudckpt.format.tree import TreePath, leaves
 from cloudckpt.plan.changes import Cast, Changes, Resizes
 from cloudckpt.plan.exchange import ROUND_BYTES
+from cloudckpt.plan.migrations import migrations_between
 from cloudckpt.plan.reads import RangeRead
 from cloudckpt.plan.rename import Rules, describe_rules, renamed
 from cloudckpt.plan.rules import ShardingRules
@@ -44,7 +45,8 @@ class LoadReport:
 
     ``missing``: keys of the target that are not stored; ``unexpected``: stored keys that no rank
     asked for (dotted paths; both empty unless ``strict=False``). ``cast`` and ``resized``: dtypes and
-    shapes that were changed on request, ``(stored, target)`` by dotted path. ``bytes_needed``: distinct stored
+    shapes that were changed on request, ``(stored, target)`` by dotted path. ``migrated``: the model versions that
+    migrations led through, the stored one first; empty where none was needed. ``bytes_needed``: distinct stored
     bytes that the job wanted; ``bytes_fetched``: what it got from the store (a little more, since a read of
     neighbouring chunks takes the ZIP headers between them along); ``bytes_sent``: what ranks passed on.
     ``num_requests`` counts the manifest's, too. ``seconds``: by stage, of the slowest rank.
@@ -64,6 +66,7 @@ class LoadReport:
     exchange_reason: str = ""
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
     resized: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    migrated: list[str | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ def load(
     exchange_scope: Scope = "world",
     rules: ShardingRules | None = None,
     rename: Rules | None = None,
+    model_version: str | None = None,
     resize: Resizes | None = None,
     storage_options: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -104,10 +108,11 @@ def load(
     missing and unexpected keys, nothing else. Nothing is resized, broadcast or cast unasked.
 
     ``rename``: rules that turn the stored state into one of other names and other cuts, see
-    `cloudckpt.plan.rename`. ``cast=True``: bfloat16, float16, float32 and float64 may become each
-    other, with the values of ``Tensor.to``; names, such as ``"float8_e4m3fn"``, allow these types,
-    too. ``resize``: by pattern, a fill value, None or a `Resize`: the stored tensor may have other
-    extents. All three must be equal on all ranks.
+    `cloudckpt.plan.rename`. ``model_version``: of the target; where the checkpoint was saved as another one,
+    the rules of the migrations that lead from there to here (`cloudckpt.migration`) come first. ``cast=True``:
+    bfloat16, float16, float32 and float64 may become each other, with the values of ``Tensor.to``; names, such as
+    ``"float8_e4m3fn"``, allow these types, too. ``resize``: by pattern, a fill value, None or a `Resize`: the stored
+    tensor may have other extents. All four must be equal on all ranks.
 
     ``exchange``: "auto" reads each stored byte from the store once, and passes it on to all ranks that
     want it, whole chunks to many ranks by broadcast, and parts one by one; "broadcast" and "alltoall"
@@ -137,14 +142,18 @@ def load(
         data = ranks.round(begin, lambda _: catalog.read_manifest_bytes(opened[0]))
         store = opened[0]
         manifest = decode_manifest(data, store.url)
+        stored_version = manifest.document.model_version
         seconds["manifest"] = time.perf_counter() - start
         stored: list[TreePath] = []  # under the names that the target has
+        led_through: list[str | None] = []
         matches: list[Match] = []
         prepared: list[Prepared] = []
 
         def compare() -> Wish:
             changes = Changes.of(cast, resize)
-            view = renamed(manifest, rename, changes)
+            migrations = migrations_between(stored_version, model_version, store.url)
+            view = renamed(manifest, rename, changes, migrations)
+            led_through.extend([stored_version, *(step.to_version for step in migrations)] if migrations else ())
             stored.extend(path for path, _ in leaves(view.tree))
             match = match_state(
                 state,
@@ -210,6 +219,7 @@ def load(
             unexpected=verdict.unexpected,
             cast=verdict.cast,
             resized=verdict.resized,
+            migrated=led_through,
         )
 
         def finish() -> None:

@@ -19,10 +19,11 @@ from cloudckpt.errors import FormatError, InvalidStateError, NotFoundError
 from cloudckpt.format import values
 from cloudckpt.format.dtypes import from_numpy, numpy_dtype
 from cloudckpt.format.tree import Node, TreePath, children, is_mapping, key_token, path_text
+from cloudckpt.plan.migrations import migrations_between
 from cloudckpt.plan.reads import StoredChunks, plan_load
 from cloudckpt.plan.rename import Rules, View, renamed
 from cloudckpt.pytorch.per_rank import decode_inline
-from cloudckpt.pytorch.shards import ndarray_shard, tensor_shard
+from cloudckpt.pytorch.shards import ndarray_shard, tensor_shard, torch_dtype
 from cloudckpt.pytorch.targets import ChunkPlaces, Targets, Want
 from cloudckpt.pytorch.views import stored_wants
 from cloudckpt.transfer.download import download, effective_read_bytes
@@ -35,13 +36,14 @@ def read(
     storage_options: Mapping[str, Any] | None = None,
     allow_pickle: bool = False,
     rename: Rules | None = None,
+    model_version: str | None = None,
     config: Config | None = None,
 ) -> Any:
     """The saved state with full tensors in CPU memory. Not collective: every process that calls it reads everything.
 
     ``names``: dotted paths, or patterns with ``*``, ``?`` and ``[...]`` (``*`` crosses dots), of the
     parts to read; whatever is below a match comes with it. All else is left out, of lists and tuples too.
-    ``rename``: as for `load`; ``names`` are then those that the rules lead to.
+    ``rename``, ``model_version``: as for `load`; ``names`` are then those that the rules lead to.
 
     Tensors that were tied when saved are one tensor again. Numpy arrays have their recorded type, and
     ``PerRank`` values are lists by rank. Every chunk is verified.
@@ -51,7 +53,8 @@ def read(
     config = config or Config()
     with open_checkpoint(url, storage_options=storage_options, config=config) as checkpoint:
         manifest = checkpoint.manifest
-        view = renamed(manifest, rename)
+        migrations = migrations_between(manifest.document.model_version, model_version, checkpoint.url)
+        view = renamed(manifest, rename, migrations=migrations)
         made = _Made(view, allow_pickle)
         try:
             tree = view.tree if names is None else _select(view.tree, names, checkpoint.url)
@@ -145,9 +148,7 @@ class _Made:
         array, text = self._view.array(node), self._view.text(node)
         key = (node["array"], array.shape)
         if key not in self._tensors:
-            kind = getattr(torch, array.dtype, None)
-            if not isinstance(kind, torch.dtype):
-                raise InvalidStateError(f"{text!r}: torch {torch.__version__} has no dtype {array.dtype}")
+            kind = torch_dtype(array.dtype, text)
             try:
                 tensor = torch.empty(array.shape, dtype=kind)
             except RuntimeError as error:

@@ -14,6 +14,7 @@ from cloudckpt.config import Config
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format import values as plain
 from cloudckpt.format.keys import step_dir
+from cloudckpt.plan.migrations import check_version
 from cloudckpt.plan.rules import ShardingRules
 from cloudckpt.plan.skeleton import split
 from cloudckpt.progress import Progress
@@ -42,6 +43,7 @@ def save(
     incremental: bool = False,
     rules: ShardingRules | None = None,
     metadata: Mapping[str, Any] | None = None,
+    model_version: str | None = None,
     values: Literal["check", "rank0"] = "check",
     allow_pickle: bool = False,
     progress: Progress = None,
@@ -62,7 +64,8 @@ def save(
     floating-point tensor has changed.
 
     ``values``: plain values must be equal on all ranks ("check"), or those of rank 0 are kept
-    ("rank0"). ``metadata``: plain values for people and tools, beside the state. ``progress``: True
+    ("rank0"). ``metadata``: plain values for people and tools, beside the state.
+    ``model_version``: your name for the keys and shapes of this state, see `cloudckpt.migration`. ``progress``: True
     for a bar on rank 0, or a function of (bytes done, bytes in all) of the rank. ``policy``: what a
     `Checkpointer` has said about steps of its run.
 
@@ -80,6 +83,7 @@ def save(
         values=values,
         check_replicas=config.check_replicas,
         chunk_bytes=config.chunk_bytes,
+        model_version=model_version,
     )
 
     def prepared() -> Prepared:
@@ -140,5 +144,6 @@ def _check_options(options: SaveOptions) -> None:
             'incremental=True needs layout="packed": in a plain zarr hierarchy, readers other than this one would take '
             "the chunks that other steps hold for missing, and fill them with zeros"
         )
+    check_version(options.model_version)
     if options.step is not None:
         step_dir(options.step)  # refuses what cannot name a step

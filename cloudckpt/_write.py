@@ -236,12 +236,12 @@ def _write(
     try:
         ranks.round(send, check)
     except CloudckptError:
-        _remove(store, written)
+        remove_written(store, written)
         raise
     try:
         commit = ranks.round(lambda: None, publish, is_last=True)
     except AlreadyCommittedError:
-        _remove(store, written)
+        remove_written(store, written)
         raise
     if reuse is not None:
         manifest = assembled[0][0] if assembled else None
@@ -269,7 +269,7 @@ def _read_chunk(arrays: ArrayPlan, shards: Mapping[int, LocalShard], write: Chun
     return shards[array].read(grid.box(number), grid.stored_shape(number), scratch)
 
 
-def _remove(store: Store, written: Sequence[ObjectEntry]) -> None:
+def remove_written(store: Store, written: Sequence[ObjectEntry]) -> None:
     """Objects of a save that was not committed serve nobody. What cannot be removed now is left to the sweep."""
     keys = [entry.key for entry in written]
     with contextlib.suppress(StoreError, RankError):

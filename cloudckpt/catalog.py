@@ -96,8 +96,11 @@ def commit(store: Store, manifest: Manifest, *, overwrite: bool) -> None:
     Raises AlreadyCommittedError if another save was first. One put decides; a lost answer is
     settled by reading back whose commit id is there (docs/adr/0003).
     """
-    data = manifest.encode()
-    commit_id = manifest.document.commit_id
+    commit_bytes(store, manifest.encode(), manifest.document.commit_id, overwrite=overwrite)
+
+
+def commit_bytes(store: Store, data: bytes, commit_id: str, *, overwrite: bool) -> None:
+    """`commit` of an encoded manifest: a copy keeps its bytes, also the fields that this version does not know."""
     if overwrite:
         try:
             store.put(MANIFEST, data)

@@ -76,16 +76,24 @@ def verify(
         checkpoint.tree  # noqa: B018  # raises FormatError where it is malformed
         total = sum(entry.nbytes for entry in manifest.objects)
         with start_progress(progress, "verify", total, show=True) as advance:
-            faults = _Check(checkpoint.store, manifest, config, advance).run()
-        order = {entry.key: i for i, entry in enumerate(manifest.objects)}
+            faults = check_objects(checkpoint.store, manifest, range(len(manifest.objects)), config, advance)
         return VerifyReport(
             url=checkpoint.url,
             step=checkpoint.step,
             num_objects=len(manifest.objects),
             num_chunks=len(manifest.columns),
             nbytes=total,
-            faults=tuple(sorted(faults, key=lambda fault: (order[fault.key], fault.byte_offset))),
+            faults=tuple(faults),
         )
+
+
+def check_objects(
+    store: Store, manifest: Manifest, numbers: Sequence[int], config: Config, advance: Advance = lambda _: None
+) -> list[Fault]:
+    """What is wrong with some of the objects, ordered by object and byte offset."""
+    faults = _Check(store, manifest, numbers, config, advance).run()
+    order = {entry.key: i for i, entry in enumerate(manifest.objects)}
+    return sorted(faults, key=lambda fault: (order[fault.key], fault.byte_offset))
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,9 @@ class _ObjectState:
 
 
 class _Check:
-    def __init__(self, store: Store, manifest: Manifest, config: Config, advance: Advance) -> None:
+    def __init__(
+        self, store: Store, manifest: Manifest, numbers: Sequence[int], config: Config, advance: Advance
+    ) -> None:
         self._store = store
         self._manifest = manifest
         self._config = config
@@ -114,17 +124,17 @@ class _Check:
         self._budget = ByteBudget(config.memory_bytes)
         self._lock = threading.Lock()
         chunks = _chunks_by_object(manifest)
-        self._objects = [
-            _ObjectState(_segments(manifest, entry.nbytes, chunks.get(number, ())))
-            for number, entry in enumerate(manifest.objects)
-        ]
+        self._objects = {
+            number: _ObjectState(_segments(manifest, manifest.objects[number].nbytes, chunks.get(number, ())))
+            for number in numbers
+        }
 
     def run(self) -> list[Fault]:
         run_all(self._tasks(), num_threads=self._config.num_threads)
-        return [fault for state in self._objects for fault in state.faults]
+        return [fault for state in self._objects.values() for fault in state.faults]
 
     def _tasks(self) -> Iterator[Callable[[], None]]:
-        for number, state in enumerate(self._objects):
+        for number, state in self._objects.items():
             for i in range(len(state.segments)):
                 yield partial(self._check, number, i)
 

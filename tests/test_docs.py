@@ -37,7 +37,7 @@ def execute(source: str, folder: str, name: str) -> None:
         os.chdir(before)
 
 
-@pytest.mark.parametrize("blocks", [*sections("layouts.md"), *sections("runs.md")])
+@pytest.mark.parametrize("blocks", [*sections("layouts.md"), *sections("runs.md"), *sections("copying.md")])
 def test_examples(ranks: RankPool, tmp_path: Path, blocks: list[tuple[int, str]]):
     for number, (num_ranks, source) in enumerate(blocks):
         ranks.run(num_ranks, execute, source, str(tmp_path), f"example {number}")

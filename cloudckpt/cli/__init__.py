@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="cloudckpt", description="Look at and check the checkpoints that cloudckpt has written."
+        prog="cloudckpt", description="Look at, check, copy and rewrite the checkpoints that cloudckpt has written."
     )
     parser.add_argument("--version", action="version", version=f"cloudckpt {version('cloudckpt')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -69,7 +69,47 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--ranks-per-node", metavar="N", type=int, help="also tell what exchange within nodes costs")
     plan.add_argument("--json", action="store_true", help="everything, as one JSON object")
     plan.set_defaults(fail=plan.error)
+    copy = _add_two(commands, "copy", "copy a checkpoint, or all committed steps of a run, to another store", _copy)
+    copy.add_argument(
+        "--trust-sizes", action="store_true", help="take what an earlier copy has left by its size, without reading it"
+    )
+    migrate = _add_two(commands, "migrate", "write a checkpoint anew under other names, cuts or dtypes", _migrate)
+    migrate.add_argument("--to", metavar="VERSION", help="the model version that registered migrations shall lead to")
+    migrate.add_argument(
+        "--module", metavar="NAME", action="append", default=[], help="a Python module that registers migrations"
+    )
+    migrate.add_argument(
+        "--rename", metavar="OLD=NEW", type=_pair, action="append", default=[], help="a pattern of keys and its target"
+    )
+    migrate.add_argument(
+        "--cast",
+        metavar="PATTERN=DTYPE",
+        type=_pair,
+        action="append",
+        default=[],
+        help="a dtype for float tensors: '*=bfloat16', '*.exp_avg=float32'; the first that matches counts",
+    )
     return parser
+
+
+def _pair(text: str) -> tuple[str, str]:
+    first, equals, second = text.partition("=")
+    if not (first and equals and second):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form A=B")
+    return first, second
+
+
+def _add_two(commands: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
+    """A command that reads one place and writes another."""
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    for place, what in (("src", "read from"), ("dst", "write to")):
+        command.add_argument(place, metavar=place.upper(), help=f"URL or folder to {what}")
+        command.add_argument(
+            f"--{place}-options", metavar="JSON", type=_json_object, help=f"options of the store to {what}"
+        )
+    command.add_argument("--overwrite", action="store_true", help="replace another checkpoint at DST")
+    command.set_defaults(run=run)
+    return command
 
 
 def _add(commands: Any, name: str, place: str, text: str, run: Any) -> argparse.ArgumentParser:
@@ -124,6 +164,28 @@ def _plan(options: argparse.Namespace) -> int:
 
     chosen = Request(options.mesh, options.order, options.rules, options.rule, options.ranks_per_node, options.fail)
     plan_checkpoint(options.url, options.storage_options, chosen, as_json=options.json)
+    return 0
+
+
+def _copy(options: argparse.Namespace) -> int:
+    from cloudckpt.cli.copying import copy_checkpoints
+
+    copy_checkpoints(
+        options.src,
+        options.dst,
+        options.src_options,
+        options.dst_options,
+        overwrite=options.overwrite,
+        trust_sizes=options.trust_sizes,
+    )
+    return 0
+
+
+def _migrate(options: argparse.Namespace) -> int:
+    from cloudckpt.cli.migrating import Wanted, migrate_checkpoint
+
+    wanted = Wanted(options.to, options.module, options.rename, options.cast, options.overwrite)
+    migrate_checkpoint(options.src, options.dst, options.src_options, options.dst_options, wanted)
     return 0
 
 

@@ -7,7 +7,7 @@ import hashlib
 import math
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -282,6 +282,19 @@ def _newer(version: str) -> str:
     if int(version.partition(".")[2]) <= MINOR:
         return ""
     return f" (it has format {version}, this cloudckpt reads {VERSION}: a newer one may read it)"
+
+
+def with_objects(data: bytes, entries: Sequence[ObjectEntry]) -> bytes:
+    """An encoded manifest whose objects have other keys and ranks; all else stays, unknown fields included."""
+    fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    del fields["sha256"]
+    objects = msgspec.json.decode(fields["objects"], type=list[dict[str, msgspec.Raw]])
+    for stored, entry in zip(objects, entries, strict=True):
+        stored["key"] = msgspec.Raw(msgspec.json.encode(entry.key))
+        stored["rank"] = msgspec.Raw(msgspec.json.encode(entry.rank))
+    fields["objects"] = msgspec.Raw(msgspec.json.encode(objects))
+    body = msgspec.json.encode(fields)[:-1]
+    return body + _tail(body)
 
 
 def _check_version(version: str, where: str) -> None:

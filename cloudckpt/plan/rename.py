@@ -28,6 +28,7 @@ from cloudckpt.format.manifest import MAX_DIMS, Manifest
 from cloudckpt.format.tree import Node, TreePath, array_leaves, is_array, leaves, path_text
 from cloudckpt.plan import recorded, virtual
 from cloudckpt.plan.changes import Changes, fits
+from cloudckpt.plan.migrations import Migration
 from cloudckpt.plan.patterns import Pattern, Target, keys_like, names_in, retarget
 from cloudckpt.plan.recorded import Recorded, recorded_of
 from cloudckpt.plan.regrow import regrow
@@ -93,11 +94,22 @@ Rules: TypeAlias = Rule | Sequence[Rule] | Mapping[str, Target]
 
 
 class View:
-    """The stored state as a load sees it, and what the load may change on the way."""
+    """The stored state as a load sees it, and what the load may change on the way.
 
-    def __init__(self, manifest: Manifest, tree: Node, made: Mapping[str, VirtualArray], changes: Changes) -> None:
+    ``migrations``: those that led to it, before the caller's own rules.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        tree: Node,
+        made: Mapping[str, VirtualArray],
+        changes: Changes,
+        migrations: Sequence[Migration] = (),
+    ) -> None:
         self.tree = tree
         self.changes = changes
+        self.migrations = migrations
         self._manifest = manifest
         self._made = made
 
@@ -137,24 +149,37 @@ class View:
         return hashlib.sha256(msgspec.json.encode(self.tree) + repr(made).encode()).hexdigest()[:16]
 
 
-def renamed(manifest: Manifest, rules: Rules | None, changes: Changes | None = None) -> View:
-    """Raises InvalidStateError for rules that match nothing, lead to one name twice, or do not fit the tensors."""
+def renamed(
+    manifest: Manifest, rules: Rules | None, changes: Changes | None = None, migrations: Sequence[Migration] = ()
+) -> View:
+    """Raises InvalidStateError for rules that match nothing, lead to one name twice, or do not fit the tensors.
+
+    ``migrations`` come before ``rules``; theirs may match nothing.
+    """
     tree = manifest.document.tree
     changes = changes or Changes()
-    if rules is None:
+    if rules is None and not migrations:
         return View(manifest, tree, {}, changes)
     state = _State(manifest, [_Leaf(path, path, node) for path, node in leaves(tree)])
-    for rule in _listed(rules):
+    for migration in migrations:
+        try:
+            for rule in _listed(migration.make_rules()):
+                state.apply(rule, may_be_idle=True)
+        except InvalidStateError as error:
+            raise InvalidStateError(f"migration {migration}: {error}") from None
+    for rule in _listed(rules) if rules is not None else ():
         state.apply(rule)
     grown = regrow(tree, [(leaf.path, leaf.old, leaf.node) for leaf in state.leaves])
-    return View(manifest, grown, state.made, changes)
+    return View(manifest, grown, state.made, changes, migrations)
 
 
 def describe_rules(rules: Rules | None, view: View) -> str:
     """For the comparison between ranks. Functions cannot be compared, but what comes of them can."""
-    if rules is None:
+    if rules is None and not view.migrations:
         return "no rename"
-    return f"rename=[{', '.join(map(_shown, _listed(rules)))[:300]}] (which comes to {view.digest()})"
+    listed = [] if rules is None else _listed(rules)
+    migrated = f"migrations [{', '.join(map(str, view.migrations))}], " if view.migrations else ""
+    return f"{migrated}rename=[{', '.join(map(_shown, listed))[:300]}] (which comes to {view.digest()})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +201,10 @@ class _State:
         self.leaves = found
         self.made: dict[str, VirtualArray] = {}
 
-    def apply(self, rule: Any) -> None:
+    def apply(self, rule: Any, *, may_be_idle: bool = False) -> None:
         moves = self._moves(rule)
+        if not moves and may_be_idle:
+            return
         if not moves:
             raise InvalidStateError(
                 f"rename rule {_shown(rule)} matches nothing that is stored (or left by the rules before it)"

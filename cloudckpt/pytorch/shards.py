@@ -203,6 +203,14 @@ def dtype_name(tensor: torch.Tensor, text: str) -> str:
     return name
 
 
+def torch_dtype(name: str, text: str) -> torch.dtype:
+    """By the name that it is stored under; InvalidStateError where this version of torch does not know it."""
+    kind = getattr(torch, name, None)
+    if not isinstance(kind, torch.dtype):
+        raise InvalidStateError(f"{text!r}: torch {torch.__version__} has no dtype {name}")
+    return kind
+
+
 def _dtensor_shard(tensor: DTensor, text: str) -> LocalShard:
     shape = tuple(tensor.shape)
     local = plain_tensor(tensor.to_local(), text)

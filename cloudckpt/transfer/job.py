@@ -64,13 +64,14 @@ class Blueprint:
 
     attempt: str
     step: int | None
+    model_version: str | None
     layout: str
     arrays: ArrayPlan
     tree: values.Node
     meshes: tuple[MeshEntry, ...]
     metadata: values.Node
     world_size: int
-    topology: str
+    topology: str | None
     branch: int = 0
     notes: tuple[str, ...] = ()
 
@@ -131,6 +132,7 @@ def assemble(blueprint: Blueprint, receipts: Sequence[UploadReceipt]) -> Manifes
             step=blueprint.step,
             branch=blueprint.branch,
             topology=blueprint.topology,
+            model_version=blueprint.model_version,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             writer=f"cloudckpt {version('cloudckpt')}",
             world_size=blueprint.world_size,

@@ -54,6 +54,7 @@ class SaveOptions:
     chunk_bytes: int
     rules: str | None = None
     incremental: bool = False
+    model_version: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +69,7 @@ class RankLayout:
 
     def digest(self, options: SaveOptions) -> bytes:
         """Differs wherever another plan might come out, or another error."""
-        planned = replace(options, url="", step=None, overwrite=False, incremental=False)
+        planned = replace(options, url="", step=None, overwrite=False, incremental=False, model_version=None)
         found = blake2b(self.topology, digest_size=16)
         found.update(msgspec.json.encode([planned, self.matched]))
         return found.digest()
@@ -205,6 +206,7 @@ class Planner:
         blueprint = Blueprint(
             attempt=assignment.attempt,
             step=options.step,
+            model_version=options.model_version,
             layout=options.layout,
             arrays=known.arrays,
             tree=merged.node,

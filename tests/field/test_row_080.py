@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from cloudckpt import Checkpointer, catalog
 from cloudckpt.errors import CloudckptError, NotFoundError
 from cloudckpt.verify import verify
 from tests.field.places import Place
-from tests.servers.process import S3Server
+from tests.servers.process import S3Server, find_binary
 
 W = torch.arange(1000, dtype=torch.float32)
 
@@ -98,6 +101,85 @@ def test_a_run_that_is_being_copied_is_not_tidied_up(place: Place, juicefs_s3: S
         assert copied.prune() == [1]
         assert copied.load(target) == 3
         assert torch.equal(target["w"], W)
+
+
+Tool = Callable[[str, str, str], None]
+"""Copies what a pattern matches below one place to another: folders, or ``s3://`` URLs."""
+
+
+@pytest.fixture(params=["rclone", "aws"])
+def tool(request: pytest.FixtureRequest, juicefs_s3: S3Server, tmp_path: Path) -> Tool:
+    """The command line tools that people copy with, told of the server by their environments."""
+    server = juicefs_s3
+    keys = {"AWS_ACCESS_KEY_ID": server.key, "AWS_SECRET_ACCESS_KEY": server.secret, "AWS_DEFAULT_REGION": "us-east-1"}
+    remote = {"TYPE": "s3", "PROVIDER": "Minio", "ENDPOINT": server.endpoint_url, "ENV_AUTH": "true"}
+    environment = {**os.environ, **keys, **{f"RCLONE_CONFIG_S3_{name}": value for name, value in remote.items()}}
+    # Servers that are not Amazon's do not know the checksums that the tool sends unasked.
+    for name in ("AWS_REQUEST_CHECKSUM_CALCULATION", "AWS_RESPONSE_CHECKSUM_VALIDATION"):
+        environment[name] = "when_required"
+
+    def run(*command: str) -> None:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=100)
+        assert done.returncode == 0, done.stderr
+
+    def rclone(source: str, target: str, pattern: str) -> None:
+        where = (place.replace("s3://", "s3:") for place in (source, target))
+        run(find_binary("rclone"), "copy", *where, "--include", pattern, "--config", str(tmp_path / "no-config"))
+
+    def aws(source: str, target: str, pattern: str) -> None:
+        program = shutil.which("aws")
+        if program is None:
+            pytest.skip("the AWS command line is not installed")
+        only = ["--exclude", "*", "--include", pattern, "--endpoint-url", server.endpoint_url]
+        run(program, "s3", "cp", "--recursive", "--only-show-errors", *only, source, target)
+
+    return rclone if request.param == "rclone" else aws
+
+
+@pytest.mark.parametrize("order", ["manifest first", "manifest last"])
+@pytest.mark.parametrize("place", ["juicefs"], indirect=True)
+def test_the_tools_that_people_copy_with(place: Place, tool: Tool, tmp_path: Path, order: str):
+    local, back = Place(str(tmp_path / "origin")), Place(str(tmp_path / "back"))
+    local.save({"w": W, "n": 7}, step=1, config=local.config(chunk_bytes=1000, pack_bytes=1500))
+    patterns = ["*manifest.json", "*.zip"]
+    for source, target in ((local, place), (place, back)):
+        ordered = patterns if order == "manifest first" else patterns[::-1]
+        tool(source.root, target.root, ordered[0])
+        begun = target.keys("")
+        assert begun
+        with pytest.raises((CloudckptError, AssertionError)):
+            check(target)
+        assert target.keys("") == begun
+        tool(source.root, target.root, ordered[1])
+        check(target)
+    shutil.rmtree(tmp_path / "origin")
+    check(back)
+    assert back.keys("") == place.keys("")
+
+
+def test_cp_r(tmp_path: Path):
+    local, other = Place(str(tmp_path / "origin")), Place(str(tmp_path / "other"))
+    local.save({"w": W, "n": 7}, step=1, layout="zarr", config=local.config(chunk_bytes=1000))
+    subprocess.run(["cp", "-r", local.root, other.root], check=True)
+    shutil.rmtree(local.root)
+    check(other)
+
+
+@pytest.mark.parametrize("place", ["juicefs"], indirect=True)
+def test_our_own_copy_takes_up_what_a_plain_tool_left(place: Place, juicefs_s3: S3Server, tmp_path: Path):
+    """The manifest and half of the objects were copied by hand, and then the tool was killed."""
+    local = Place(str(tmp_path / "origin"))
+    local.save({"w": W, "n": 7}, step=1, config=local.config(chunk_bytes=1000, pack_bytes=1500))
+    bucket = place.root.removeprefix("s3://").partition("/")[0]
+    names = files_below(tmp_path / "origin")
+    client = juicefs_s3.client()
+    for name in names[: len(names) // 2]:
+        client.upload_file(str(tmp_path / "origin" / name), bucket, f"run/{name}")
+    client.close()
+    report = cloudckpt.copy(local.root, place.root, dst_options=place.options, config=place.config())
+    assert report.num_objects == len(names) - len(names) // 2
+    assert report.steps_present == [1]
+    check(place)
 
 
 def check(place: Place) -> None:
