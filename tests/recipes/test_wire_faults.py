@@ -11,13 +11,13 @@ import torch
 import cloudckpt
 from cloudckpt.errors import CorruptChunkError
 from tests.ranks import RankPool
-from tests.recipes.wire import KINDS, Tally, make_trial, run
+from tests.recipes.wire import KINDS, OTHERS, Tally, make_trial, run
 from tests.servers.fault_proxy import fault_proxy
 from tests.servers.faults import ALWAYS, Fault, FaultyS3, faulty_s3
 from tests.servers.process import S3Server
 
-NUM_QUICK = 40
-NUM_TRIALS = 640
+NUM_QUICK, NUM_TRIALS = 40, 640
+FIRST_OTHER, NUM_QUICK_OTHERS, NUM_OTHERS = 1000, 8, 160
 
 Server = tuple[FaultyS3, str]
 
@@ -60,20 +60,28 @@ def call(request: pytest.FixtureRequest) -> Callable[..., Sequence[Any]]:
     return run_on
 
 
-def _trials() -> Iterator[Any]:
+def _trials(first: int, num_trials: int, num_quick: int) -> Iterator[Any]:
     """Three of five on the server that honours everything, the others on real ones behind a proxy."""
-    for number in range(NUM_TRIALS):
+    for number in range(first, first + num_trials):
         name = ("own", "own", "own", "juicefs", "moto")[number % 5]
-        marks = [pytest.mark.long] if number >= NUM_QUICK else []
+        marks = [pytest.mark.long] if number - first >= num_quick else []
         yield pytest.param(name, number, marks=marks, id=f"{name}-{number}")
 
 
-@pytest.mark.parametrize(("name", "number"), [*_trials()])
+@pytest.mark.parametrize(("name", "number"), [*_trials(0, NUM_TRIALS, NUM_QUICK)])
 def test_whole_or_absent_on_a_bad_network(
     request: pytest.FixtureRequest, call: Callable[..., Any], tally: Tally, name: str, number: int
 ):
     server, bucket = request.getfixturevalue(name)
     run(make_trial(number), server, bucket, call, tally)
+
+
+@pytest.mark.parametrize(("name", "number"), [*_trials(FIRST_OTHER, NUM_OTHERS, NUM_QUICK_OTHERS)])
+def test_background_and_incremental_saves_on_a_bad_network(
+    request: pytest.FixtureRequest, call: Callable[..., Any], tally: Tally, name: str, number: int
+):
+    server, bucket = request.getfixturevalue(name)
+    run(make_trial(number, OTHERS), server, bucket, call, tally)
 
 
 @pytest.mark.long

@@ -18,7 +18,10 @@ from cloudckpt.store import probe
 from tests.servers.faults import ALWAYS, Fault, FaultyS3
 from tests.sharding import error_of, make_mesh, shard
 
-Action = Literal["save", "overwrite", "load"]
+Action = Literal["save", "overwrite", "load", "async", "incremental"]
+
+SYNCHRONOUS: tuple[Action, ...] = ("save", "save", "overwrite", "load", "load")
+OTHERS: tuple[Action, ...] = ("async", "async", "incremental")
 
 KINDS = ("reset", "status", "stall", "cut", "reset_body", "duplicate", "twice", "lost_reply")
 
@@ -37,6 +40,8 @@ SAVES = (
     ("POST", "uploadId="),
     ("DELETE", ""),
 )
+MEETINGS = (("PUT", ".sync/"), ("GET", ".sync/"), ("GET", "list-type"), ("DELETE", ".sync/"))
+BASES = (("GET", "step-00000001/manifest.json"), ("", "lease"), ("GET", "list-type"))
 LOADS = (("", ""), ("GET", "manifest.json"), ("GET", "r0000"), ("GET", "/c/"))
 
 
@@ -65,16 +70,18 @@ class Trial:
             num_threads=4,
             retry_deadline_s=1.0 if self.lasting else 30.0,
             request_timeout_s=0.4,
+            rank_timeout_s=15.0 if self.lasting else 60.0,
         )
 
     def state(self, value: int) -> dict[str, Any]:
         numel = 12 * MIB // 4 if self.is_large else 30_000
-        return {"w": torch.arange(numel, dtype=torch.int32) * 7 + value, "b": torch.full((5,), value), "value": value}
+        changes = 0 if self.action == "incremental" else value
+        return {"w": torch.arange(numel, dtype=torch.int32) * 7 + changes, "b": torch.full((5,), value), "value": value}
 
 
-def make_trial(number: int) -> Trial:
+def make_trial(number: int, actions: Sequence[Action] = SYNCHRONOUS) -> Trial:
     rng = random.Random(number)
-    action: Action = rng.choice(("save", "save", "overwrite", "load", "load"))
+    action = rng.choice(actions)
     lasting = rng.random() < 0.4
     is_large = rng.random() < 0.15
     faults = [_fault(rng, action, is_large) for _ in range(rng.randint(1, 4))]
@@ -85,7 +92,7 @@ def make_trial(number: int) -> Trial:
         number=number,
         action=action,
         engine=rng.choice(("auto", "fsspec")),
-        layout="packed" if is_large else rng.choice(("packed", "packed", "zarr")),
+        layout="packed" if is_large or action == "incremental" else rng.choice(("packed", "packed", "zarr")),
         num_ranks=2 if rng.random() < 0.15 else 1,
         is_large=is_large,
         lasting=lasting,
@@ -94,7 +101,8 @@ def make_trial(number: int) -> Trial:
 
 
 def _fault(rng: random.Random, action: Action, is_large: bool) -> Fault:
-    method, contains = rng.choice(LOADS if action == "load" else SAVES)
+    targets = {"load": LOADS, "async": SAVES + 2 * MEETINGS, "incremental": SAVES + 3 * BASES}
+    method, contains = rng.choice(targets.get(action, SAVES))
     status, code = rng.choice(((500, "InternalError"), (503, "SlowDown")))
     return Fault(
         rng.choice(KINDS),
@@ -154,19 +162,17 @@ def act(trial: Trial, url: str, options: Mapping[str, Any]) -> Outcome:
         error = error_of(lambda: cloudckpt.load(target, url, storage_options=options, config=trial.config))
         return Outcome(error, same=error is not None or _same(target, expected))
     commits: list[cloudckpt.Commit] = []
-    value = 2 if trial.action == "overwrite" else 1
-    error = error_of(
-        lambda: commits.append(
-            cloudckpt.save(
-                sharded(trial.state(value)),
-                url,
-                storage_options=options,
-                layout=trial.layout,
-                overwrite=trial.action == "overwrite",
-                config=trial.config,
-            )
-        )
-    )
+    state = sharded(trial.state(2 if trial.action == "overwrite" else 1))
+    arguments = {"storage_options": options, "layout": trial.layout, "config": trial.config}
+
+    def save() -> cloudckpt.Commit:
+        if trial.action == "async":
+            return cloudckpt.async_save(state, url, **arguments).result()
+        if trial.action == "incremental":
+            return cloudckpt.save(state, url, step=2, incremental=True, **arguments)
+        return cloudckpt.save(state, url, overwrite=trial.action == "overwrite", **arguments)
+
+    error = error_of(lambda: commits.append(save()))
     return Outcome(error, commits[0].commit_id if commits else None)
 
 
@@ -191,7 +197,7 @@ def judge(trial: Trial, outcomes: Sequence[Outcome], url: str, options: Mapping[
     if trial.action == "load":
         assert found == (1, None) or found[0] == 1
         return "load: one clear error" if failed else "load: success"
-    old, new = (None, 1) if trial.action == "save" else (1, 2)
+    old, new = (1, 2) if trial.action == "overwrite" else (None, 1)
     if not failed:
         assert found == (new, outcomes[0].commit_id), f"committed, but {found} is there"
         assert len({outcome.commit_id for outcome in outcomes}) == 1
@@ -228,10 +234,14 @@ def run(trial: Trial, server: FaultyS3, bucket: str, call: Any, tally: Tally) ->
     """``call(num_ranks, function, *args)`` runs a function on the ranks of a job and returns what they return."""
     url = f"s3://{bucket}/t{trial.number:04}/step-00000001"
     server.faults, server.injected = [], Counter()
-    if trial.action != "save":
+    base = f"s3://{bucket}/t{trial.number:04}/step-00000001"
+    if trial.action == "incremental":
+        url = base.replace("00000001", "00000002")
+    if trial.action in ("overwrite", "load", "incremental"):
         cloudckpt.save(
             trial.state(1),
-            url,
+            base,
+            step=1,
             storage_options=server.storage_options,
             layout=trial.layout,
             config=Config(**{**vars(trial.config), "request_timeout_s": 20.0}),
@@ -241,6 +251,8 @@ def run(trial: Trial, server: FaultyS3, bucket: str, call: Any, tally: Tally) ->
     server.faults = []
     tally.injected += server.injected
     tally.outcomes[judge(trial, outcomes, url, server.storage_options, server.storage_options["secret"])] += 1
+    if trial.action == "incremental":
+        assert _stored(trial, base, server.storage_options)[0] == 1, "the base of an incremental save is as it was"
     _try_again(trial, url, server)
 
 
