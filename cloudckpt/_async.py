@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -147,16 +149,20 @@ class _Lane:
 
     def stage(self, prepare: Callable[[], Prepared], config: Config) -> tuple[Prepared, Staged]:
         """A copy of what is to be saved. The caller leaves the lane once its buffers are free again."""
-        self._enter(config)
+        seconds: dict[str, float] = {}
+        with _timed(seconds, "wait"):
+            self._enter(config)
         try:
-            prepared = prepare()
+            with _timed(seconds, "describe"):
+                prepared = prepare()
             self._pool.max_bytes = config.staging_bytes
             timeout_s = config.rank_timeout_s if config.when_busy == "wait" else 0.0
-            staged = self._pool.stage(prepared.state.shards, timeout_s=timeout_s)
+            with _timed(seconds, "stage"):
+                staged = self._pool.stage(prepared.state.shards, timeout_s=timeout_s)
         except BaseException:
             self.leave()
             raise
-        return replace(prepared, state=replace(prepared.state, shards=staged.shards)), staged
+        return replace(prepared, state=replace(prepared.state, shards=staged.shards), seconds=seconds), staged
 
     def _enter(self, config: Config) -> None:
         with self._changed:
@@ -172,6 +178,13 @@ class _Lane:
         with self._changed:
             self._running -= 1
             self._changed.notify_all()
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[stage] = time.perf_counter() - start
 
 
 class _Lanes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -32,7 +31,10 @@ from cloudckpt.pytorch.sharing import ExchangeMode, Groups, Prepared, Scope, Sha
 from cloudckpt.pytorch.targets import ChunkPlaces
 from cloudckpt.pytorch.wishes import NOTHING_SHARED, Wish, judge, pack_bits, unpack_bits
 from cloudckpt.store.base import Store
+from cloudckpt.store.closing import counted_and_closed
+from cloudckpt.store.paths import mask
 from cloudckpt.store.resolve import resolve
+from cloudckpt.telemetry import Recorder, recorded, slowest
 from cloudckpt.transfer.download import Admit, OpenSink, download, effective_read_bytes
 
 if TYPE_CHECKING:
@@ -49,7 +51,8 @@ class LoadReport:
     migrations led through, the stored one first; empty where none was needed. ``bytes_needed``: distinct stored
     bytes that the job wanted; ``bytes_fetched``: what it got from the store (a little more, since a read of
     neighbouring chunks takes the ZIP headers between them along); ``bytes_sent``: what ranks passed on.
-    ``num_requests`` counts the manifest's, too. ``seconds``: by stage, of the slowest rank.
+    ``num_requests`` counts the manifest's, too. ``seconds``: by stage ("manifest", "compare", "plan", "read"), of the
+    slowest rank.
     ``exchange``: how chunks were passed on ("none", "broadcast", "alltoall", "broadcast+alltoall"),
     ``exchange_reason``: and why.
     """
@@ -126,8 +129,6 @@ def load(
     """
     config = config or Config()
     ranks = make_group(group, config.rank_timeout_s)
-    seconds: dict[str, float] = {}
-    start = time.perf_counter()
     opened: list[Store] = []
     describers: list[Describer] = []
     arguments = {"url": os.fspath(url), "strict": strict, "exchange": exchange, "exchange_scope": exchange_scope}
@@ -138,12 +139,14 @@ def load(
         check_root(state)
         opened.append(resolve(url, storage_options, config))
 
-    try:
-        data = ranks.round(begin, lambda _: catalog.read_manifest_bytes(opened[0]))
-        store = opened[0]
-        manifest = decode_manifest(data, store.url)
+    text = mask(os.fspath(url))
+    with recorded("load", text, ranks.rank, ranks.size) as recorder, counted_and_closed(opened, recorder):
+        with recorder.stage("manifest"):
+            data = ranks.round(begin, lambda _: catalog.read_manifest_bytes(opened[0]))
+            store = opened[0]
+            manifest = decode_manifest(data, store.url)
+        recorder.step = manifest.document.step
         stored_version = manifest.document.model_version
-        seconds["manifest"] = time.perf_counter() - start
         stored: list[TreePath] = []  # under the names that the target has
         led_through: list[str | None] = []
         matches: list[Match] = []
@@ -190,17 +193,17 @@ def load(
                 match.declared,
             )
 
-        verdict = ranks.round(
-            compare, lambda wishes: judge(wishes, stored, store.url, strict=strict, rules=rules, resize=resize)
-        )
-        start = time.perf_counter()
+        with recorder.stage("compare"):
+            verdict = ranks.round(
+                compare, lambda wishes: judge(wishes, stored, store.url, strict=strict, rules=rules, resize=resize)
+            )
         shared, reason = None, verdict.reason
-        if verdict.agreement is not None:
-            assert isinstance(ranks, Ranks)
-            buffer_bytes = config.memory_bytes // 2
-            shared = share(ranks, prepared[0], verdict.agreement, exchange, exchange_scope, buffer_bytes=buffer_bytes)
-            reason = NOTHING_SHARED if shared is None else "chunks are wanted by several ranks"
-        seconds["plan"] = time.perf_counter() - start
+        with recorder.stage("plan"):
+            if verdict.agreement is not None:
+                assert isinstance(ranks, Ranks)
+                half = config.memory_bytes // 2
+                shared = share(ranks, prepared[0], verdict.agreement, exchange, exchange_scope, buffer_bytes=half)
+                reason = NOTHING_SHARED if shared is None else "chunks are wanted by several ranks"
         report = _read(
             ranks,
             store,
@@ -210,7 +213,7 @@ def load(
             reason,
             progress,
             config,
-            seconds,
+            recorder,
             is_last=not verdict.has_objects,
         )
         report = replace(
@@ -222,6 +225,7 @@ def load(
             migrated=led_through,
         )
 
+        @recorder.stage("finish")
         def finish() -> None:
             matches[0].finish()
 
@@ -229,9 +233,6 @@ def load(
             return ranks.round(finish, lambda _: report, is_last=True)
         finish()
         return report
-    finally:
-        for store in opened:
-            store.close()
 
 
 def _check_options(exchange: str, scope: str) -> None:
@@ -250,45 +251,46 @@ def _read(
     reason: str,
     progress: Progress,
     config: Config,
-    seconds: dict[str, float],
+    recorder: Recorder,
     *,
     is_last: bool,
 ) -> LoadReport:
     num_chunks = manifest.document.chunks.count
 
     def fetch() -> _Result:
-        start = time.perf_counter()
         before = store.counts
-        transfer = partial(_transfer, store, manifest, ranks=ranks, progress=progress)
-        if shared is None:
-            places = ChunkPlaces(manifest, prepared.targets, prepared.alone.parts)
-            transfer(prepared.alone.reads, places.open_sink, config=config, staged_bytes=places.staged_bytes)
-            sent = 0
-        else:
-            # One half of the budget for what is being read, the other for what is being passed on.
-            half = replace(config, memory_bytes=max(1, config.memory_bytes // 2))
-            sent = run_exchange(
-                manifest,
-                prepared.targets,
-                shared,
-                lambda it: transfer(
-                    it.reads, it.open_sink, config=half, admit=it.admit, staged_bytes=it.places.staged_bytes
-                ),
-                # Reads end with their rounds: several a round, so that enough are in flight.
-                read_bytes=min(ROUND_BYTES // 2, effective_read_bytes(half)),
-            )
-        seconds["read"] = time.perf_counter() - start
+        with recorder.stage("read"):
+            sent = read()
         counts = store.counts
         touched = np.zeros(num_chunks, dtype=bool)
         touched[prepared.alone.parts.chunk] = True
         fetched = counts.bytes_fetched - before.bytes_fetched
-        return _Result(pack_bits(touched), fetched, sent, counts.requests, seconds)
+        return _Result(pack_bits(touched), fetched, sent, counts.requests, recorder.seconds)
+
+    def read() -> int:
+        """Returns the bytes that were passed on."""
+        transfer = partial(_transfer, store, manifest, ranks=ranks, progress=progress)
+        if shared is None:
+            places = ChunkPlaces(manifest, prepared.targets, prepared.alone.parts)
+            transfer(prepared.alone.reads, places.open_sink, config=config, staged_bytes=places.staged_bytes)
+            return 0
+        # One half of the budget for what is being read, the other for what is being passed on.
+        half = replace(config, memory_bytes=max(1, config.memory_bytes // 2))
+        return run_exchange(
+            manifest,
+            prepared.targets,
+            shared,
+            lambda it: transfer(
+                it.reads, it.open_sink, config=half, admit=it.admit, staged_bytes=it.places.staged_bytes
+            ),
+            # Reads end with their rounds: several a round, so that enough are in flight.
+            read_bytes=min(ROUND_BYTES // 2, effective_read_bytes(half)),
+        )
 
     def summarise(results: Sequence[_Result]) -> LoadReport:
         touched = np.zeros(num_chunks, dtype=bool)
         for result in results:
             touched |= unpack_bits(result.touched, num_chunks)
-        stages = {stage: max(r.seconds[stage] for r in results) for stage in results[0].seconds}
         return LoadReport(
             step=manifest.document.step,
             missing=[],
@@ -297,7 +299,7 @@ def _read(
             bytes_fetched=sum(r.bytes_fetched for r in results),
             bytes_sent=sum(r.bytes_sent for r in results),
             num_requests=sum(r.num_requests for r in results),
-            seconds=stages,
+            seconds=slowest([result.seconds for result in results]),
             exchange="none" if shared is None else shared.plan.kind,
             exchange_reason=reason,
         )

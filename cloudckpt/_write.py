@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cloudckpt import catalog
@@ -26,7 +26,10 @@ from cloudckpt.pytorch.scratch import Scratch
 from cloudckpt.pytorch.shards import LocalShard
 from cloudckpt.pytorch.state import RankState
 from cloudckpt.store.base import Store
+from cloudckpt.store.closing import counted_and_closed
+from cloudckpt.store.paths import mask
 from cloudckpt.store.resolve import resolve
+from cloudckpt.telemetry import Recorder, recorded, slowest
 from cloudckpt.transfer.job import ArrayPlan, Blueprint, assemble
 from cloudckpt.transfer.places import Places
 from cloudckpt.transfer.planning import (
@@ -48,6 +51,8 @@ class Commit:
 
     ``nbytes_new``: stored bytes of the chunks that this save wrote; the others were there in other steps.
     ``in_fallback``: a `Checkpointer` could not reach its run's store, and has it wait elsewhere.
+    ``seconds``: by stage, of the slowest rank. "describe": taking the state apart, and planning; "stage": the private
+    copy of a background save; "upload"; "commit"; "wait": for other ranks.
     """
 
     url: str
@@ -59,13 +64,15 @@ class Commit:
     num_requests: int = 0
     nbytes_new: int = 0
     in_fallback: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """What one rank puts into a save. All but the memory of ``state.shards`` is plain data of its own.
 
-    ``values``: the plain values of the state, in the order of ``layout.skeleton``.
+    ``values``: the plain values of the state, in the order of ``layout.skeleton``. ``seconds``: what was spent on it
+    before the save was run, by stage.
     """
 
     options: SaveOptions
@@ -74,6 +81,7 @@ class Prepared:
     values: Sequence[plain.Node]
     metadata: plain.Node
     rules: ShardingRules | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,12 +118,37 @@ def run_save(
     shards must not change before this returns. ``find_branch``: for the manifest; asked on the coordinator.
     Raises what `cloudckpt.save` raises.
     """
+    with recorded("save", mask(os.fspath(url)), ranks.rank, ranks.size) as recorder:
+        return _run(
+            ranks,
+            prepare,
+            url,
+            recorder,
+            storage_options=storage_options,
+            progress=progress,
+            config=config,
+            find_branch=find_branch,
+        )
+
+
+def _run(
+    ranks: Group,
+    prepare: Callable[[], Prepared],
+    url: str | os.PathLike[str],
+    recorder: Recorder,
+    *,
+    storage_options: Mapping[str, Any] | None,
+    progress: Progress,
+    config: Config,
+    find_branch: Callable[[], int],
+) -> Commit:
     planner, last_saves = ranks.kept(Planner), ranks.kept(LastSaves)
     opened: list[Store] = []
     held: list[tuple[Prepared, Description]] = []
     reuses: list[Reuse] = []  # of an incremental save
     leads: list[_Lead] = []  # on the coordinator
 
+    @recorder.stage("describe")
     def describe() -> Description:
         opened.append(resolve(url, storage_options, config))
         prepared = prepare()
@@ -126,9 +159,11 @@ def run_save(
         if options.incremental:
             reuses.append(Reuse(url, last_saves))
             description = replace(description, kept=reuses[0].kept)
+        recorder.step, recorder.earlier = options.step, prepared.seconds
         held.append((prepared, description))
         return description.in_brief()
 
+    @recorder.stage("describe")
     def assign(parts: Sequence[Description]) -> Assignment | None:
         options, rules = held[0][1].options, held[0][0].rules
         check_options(parts)
@@ -151,9 +186,10 @@ def run_save(
         kept = [part.kept for part in parts]
         return replace(assignment, base=reuses[0].choose(run, lease, kept, assignment.plan_id, blueprint.arrays))
 
-    try:
+    with counted_and_closed(opened, recorder), _released(leads):
         # The second time is for ranks that hoped for a plan which others cannot use.
-        assignment = ranks.round(describe, assign) or ranks.round(lambda: held[0][1], assign)
+        with recorder.stage("wait"):
+            assignment = ranks.round(describe, assign) or ranks.round(lambda: held[0][1], assign)
         assert assignment is not None
         prepared, description = held[0]
         plan = planner.accept(assignment, description.digest, ranks.rank)
@@ -163,17 +199,23 @@ def run_save(
             plan,
             prepared.state,
             description.options,
+            recorder,
             lead=leads[0] if leads else None,
             reuse=reuses[0] if reuses else None,
             base=reuses[0].accept(assignment) if reuses else None,
             progress=progress,
             config=config,
         )
+
+
+@contextlib.contextmanager
+def _released(leads: Sequence[_Lead]) -> Iterator[None]:
+    """Leases are given back, however the block is left."""
+    try:
+        yield
     finally:
         for lead in leads:
             lead.lease.release()
-        for store in opened:
-            store.close()
 
 
 def _write(
@@ -182,6 +224,7 @@ def _write(
     plan: RankPlan,
     state: RankState,
     options: SaveOptions,
+    recorder: Recorder,
     *,
     lead: _Lead | None,
     reuse: Reuse | None,
@@ -195,6 +238,7 @@ def _write(
     receipts: list[UploadReceipt] = []  # this rank's
     assembled: list[tuple[Manifest, int]] = []  # on the coordinator
 
+    @recorder.stage("upload")
     def send() -> _Report:
         numbers = arrays.numbers
         shards = {numbers[i]: shard for i, shard in state.shards.items() if i in numbers}
@@ -224,22 +268,24 @@ def _write(
             warnings.warn(note, stacklevel=2)
         assembled.append((manifest, sum(report.num_requests for report in reports)))
 
-    def publish(_: Sequence[None]) -> Commit:
+    def publish(spent: Sequence[Mapping[str, float]]) -> Commit:
         assert lead is not None
         manifest, num_requests = assembled[0]
         before = store.counts.requests
-        with lead.lease.committing():
+        with recorder.stage("commit"), lead.lease.committing():
             catalog.commit(store, manifest, overwrite=options.overwrite)
         num_requests += store.counts.requests - before + (lead.run.counts.requests if lead.run else 0)
-        return commit_of(manifest, store.url, num_requests)
+        return replace(commit_of(manifest, store.url, num_requests), seconds=slowest([*spent, recorder.seconds]))
 
     try:
-        ranks.round(send, check)
+        with recorder.stage("wait"):
+            ranks.round(send, check)
     except CloudckptError:
         remove_written(store, written)
         raise
     try:
-        commit = ranks.round(lambda: None, publish, is_last=True)
+        with recorder.stage("wait"):
+            commit = ranks.round(lambda: recorder.seconds, publish, is_last=True)
     except AlreadyCommittedError:
         remove_written(store, written)
         raise

@@ -120,7 +120,15 @@ def commit_bytes(store: Store, data: bytes, commit_id: str, *, overwrite: bool) 
         put_s = time.monotonic() - start
         # A rival that also saw nothing there may have replaced ours: whoever is last wins, and all see who.
         time.sleep(max(WEAK_SETTLE_S, 4 * put_s))
-    if _committed_id(store) != commit_id:
+    try:
+        committed = _committed_id(store)
+    except StoreError as error:
+        raise _unknown(store, commit_id, error) from error
+    if committed is None:
+        raise _unknown(
+            store, commit_id, StoreError(f"it was put and is not there: {store.url}/{MANIFEST}", retryable=True)
+        )
+    if committed != commit_id:
         raise _already(store)
 
 
@@ -135,18 +143,31 @@ def _settle(store: Store, commit_id: str, error: StoreError) -> None:
     try:
         committed = _committed_id(store)
     except StoreError:
-        unsettled = UnsettledError(str(error), key=error.key, retryable=error.retryable)
-        unsettled.commit_id = commit_id
-        raise unsettled from error
+        raise _unknown(store, commit_id, error) from error
     if committed != commit_id:
         raise error
 
 
 def _committed_id(store: Store) -> str | None:
+    """None where there is no manifest."""
     try:
         return read_manifest(store).document.commit_id
-    except (NotFoundError, FormatError):
+    except NotFoundError:
         return None
+    except FormatError as error:
+        # Garbage that was there before, or the answer to another request.
+        raise StoreError(f"cannot read back what was committed: {error}", key=MANIFEST) from error
+
+
+def _unknown(store: Store, commit_id: str, error: StoreError) -> UnsettledError:
+    unsettled = UnsettledError(
+        f"whether the checkpoint at {store.url} was committed is not known, look with `cloudckpt ls` before "
+        f"saving it again: {error}",
+        key=error.key,
+        retryable=error.retryable,
+    )
+    unsettled.commit_id = commit_id
+    return unsettled
 
 
 def _already(store: Store) -> AlreadyCommittedError:

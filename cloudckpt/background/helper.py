@@ -16,9 +16,10 @@ import warnings
 from typing import Any
 
 from cloudckpt.background.job import run_job
-from cloudckpt.background.wire import Ended, Logged, NewArena, Note, Pipe, Save, Warned
+from cloudckpt.background.wire import Ended, Logged, NewArena, Note, Pipe, Recorded, Save, Warned
 from cloudckpt.errors import HelperError
 from cloudckpt.pytorch.arena import Arena, arena_loads
+from cloudckpt.telemetry import divert
 
 NICENESS = 5
 """The training goes first where there are not enough cores for both."""
@@ -32,6 +33,7 @@ def main(descriptor: int) -> None:
     parent = Parent(Pipe(socket.socket(fileno=descriptor)))
     logging.getLogger("cloudckpt").addHandler(_ToParent(parent))
     logging.getLogger("cloudckpt").setLevel(logging.INFO)
+    divert(lambda record: parent.tell(Recorded(record)))
     warnings.showwarning = parent.warn  # type: ignore[assignment]  # it takes all that it may be given
     arenas: dict[int, Arena] = {}
     while True:
@@ -56,7 +58,7 @@ class Parent:
     def __init__(self, pipe: Pipe) -> None:
         self.pipe = pipe
 
-    def tell(self, message: Note | Ended | Warned | Logged) -> None:
+    def tell(self, message: Note | Ended | Warned | Logged | Recorded) -> None:
         self.send(pickle.dumps(message))
 
     def send(self, data: bytes) -> None:

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from cloudckpt._write import Commit
 from cloudckpt.background.job import Job, give_up
 from cloudckpt.background.pending import Running, close_at_exit
-from cloudckpt.background.wire import Ended, Logged, NewArena, Note, Pipe, Save, Warned
+from cloudckpt.background.wire import Ended, Logged, NewArena, Note, Pipe, Recorded, Save, Warned
 from cloudckpt.errors import CloudckptError, HelperError
 from cloudckpt.pytorch.arena import Arena, arena_dumps
 from cloudckpt.pytorch.group import Group
 from cloudckpt.pytorch.staging import StagingPool
+from cloudckpt.telemetry import emit
 
 EXIT_S = 10.0
 """How long a helper without work may take to end."""
@@ -180,8 +181,10 @@ class _Helper:
             case Warned(text, category):
                 warnings.warn(text, category, stacklevel=2)
             case Logged(fields):
-                record = logging.makeLogRecord(fields)
-                logging.getLogger(record.name).handle(record)
+                line = logging.makeLogRecord(fields)
+                logging.getLogger(line.name).handle(line)
+            case Recorded(record):
+                emit(record)
 
     def _end_all(self, error: HelperError) -> None:
         with self._lock:

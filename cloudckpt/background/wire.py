@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from cloudckpt._write import Commit
+from cloudckpt.telemetry import Record
 
 _LENGTH = struct.Struct("<Q")
 
@@ -53,6 +54,13 @@ class Logged:
     """From the helper: a log record's fields."""
 
     fields: dict[str, object]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """From the helper: what a save did, to be logged and traced where that is set up."""
+
+    record: Record
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from cloudckpt.errors import StoreError
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -51,8 +53,15 @@ class RequestCounts:
         return self.gets + self.puts + self.others
 
 
+class UploadBrokenError(StoreError):
+    """An upload that cannot go on where it stopped; the same bytes may arrive if they are sent again from the first."""
+
+
 class Upload(Protocol):
-    """One object being written front to back. Nothing is visible under the key before ``close``."""
+    """One object being written front to back. Nothing is visible under the key before ``close``.
+
+    All but ``abort`` raise UploadBrokenError where another upload of the same object is worth trying.
+    """
 
     def write(self, data: Buffer) -> None:
         """Append. The buffer may be kept without a copy: it must not change before ``close`` returns."""

@@ -26,10 +26,17 @@ class ChainCredentials:
         self._lock = threading.Lock()
         self._credentials: Any = None
         self._read_s = 0.0
+        self._last: Any = None
+        self._generation = 0
 
     def __call__(self) -> dict[str, Any]:
         with self._lock:
-            frozen = self._current().get_frozen_credentials()
+            frozen = self._frozen()
+        if frozen is None:
+            raise StoreError(
+                "no AWS credentials found: give key= and secret= (or anon=True) in storage_options, "
+                "or set up any of the places that boto3 looks in"
+            )
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
@@ -38,20 +45,33 @@ class ChainCredentials:
             "expires_at": datetime.now(UTC),
         }
 
-    def forget(self) -> None:
-        """The store called them expired: read them anew, wherever they come from."""
-        with self._lock:
-            self._credentials = None
+    def watch(self) -> Callable[[], bool]:
+        """Before a request: what to call if the store says that its credentials have expired.
 
-    def _current(self) -> Any:
+        That reads them anew, wherever they come from, and tells whether they are others now, so that the request is
+        worth repeating. (Credentials that another request has read anew in the meantime count.)
+        """
+        with self._lock:
+            self._frozen()
+            used = self._generation
+
+        def are_others() -> bool:
+            with self._lock:
+                if self._generation == used:
+                    self._credentials = None
+                    self._frozen()
+                return self._generation != used
+
+        return are_others
+
+    def _frozen(self) -> Any:
+        """The credentials of the moment, None if there are none; takes note of a change."""
         fresh = isinstance(self._credentials, RefreshableCredentials) or self._clock() - self._read_s < REREAD_S
         if self._credentials is None or not fresh:
-            credentials = botocore.session.Session(profile=self._profile).get_credentials()
-            if credentials is None:
-                raise StoreError(
-                    "no AWS credentials found: give key= and secret= (or anon=True) in storage_options, "
-                    "or set up any of the places that boto3 looks in"
-                )
-            self._credentials = credentials
+            self._credentials = botocore.session.Session(profile=self._profile).get_credentials()
             self._read_s = self._clock()
-        return self._credentials
+        frozen = None if self._credentials is None else self._credentials.get_frozen_credentials()
+        if frozen != self._last:
+            self._generation += 1
+            self._last = frozen
+        return frozen

@@ -40,8 +40,12 @@ def open_filesystem(url: str, storage_options: Mapping[str, Any], config: Config
         options = {**storage_options, "use_listings_cache": False, "skip_instance_cache": True}
         return url_to_fs(url, **options)[0]
 
-    renewable = not {"key", "username", "token"} & set(storage_options)
-    return FsspecStore(url, make(), config, make=make, renewable=renewable)
+    watch = None
+    if scheme_of(url) in ("s3", "s3a"):
+        from cloudckpt.store.fsspec_s3 import watch_credentials
+
+        watch = watch_credentials(storage_options)
+    return FsspecStore(url, make(), config, make=make, watch_credentials=watch)
 
 
 class FsspecStore:
@@ -51,6 +55,7 @@ class FsspecStore:
     ``autocommit=False``: on object stores wholly, on things like sftp a reader may see an object
     that is being written.
     ``make`` builds another instance, in a forked child or after credentials have expired.
+    ``watch_credentials``: see `ChainCredentials.watch`; None for credentials that cannot be read anew.
     """
 
     def __init__(
@@ -60,13 +65,13 @@ class FsspecStore:
         config: Config | None = None,
         *,
         make: Callable[[], AbstractFileSystem] | None = None,
-        renewable: bool = False,
+        watch_credentials: Callable[[], Callable[[], bool]] | None = None,
     ) -> None:
         self._url = mask(url)
         self._config = config or Config()
         self._make = make or (lambda: _clone(filesystem))
         self._is_own = make is not None
-        self._renewable = renewable
+        self._watch_credentials = watch_credentials
         self._instance = filesystem
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -178,7 +183,7 @@ class FsspecStore:
             from cloudckpt.store.fsspec_s3 import S3fsUpload
 
             return S3fsUpload(
-                self._fs,
+                lambda: self._fs,
                 path,
                 key,
                 nbytes_hint=nbytes_hint,
@@ -264,10 +269,21 @@ class FsspecStore:
                     self._pid = os.getpid()
         return self._instance
 
-    def _renew(self) -> bool:
-        if self._renewable:
-            self._instance = self._make()
-        return self._renewable
+    def _renewal(self) -> Callable[[], bool] | None:
+        """What to call if the credentials of the request that comes have expired."""
+        if self._watch_credentials is None:
+            return None
+        used, are_others = self._instance, self._watch_credentials()
+
+        def renew() -> bool:
+            with self._lock:
+                if self._instance is used:
+                    if not are_others():
+                        return False
+                    self._instance = self._make()
+            return True
+
+        return renew
 
     def _read_range(self, key: str, start: int, end: int) -> bytes:
         path = self._path(key)
@@ -354,7 +370,7 @@ class FsspecStore:
             self._url,
             bucket=self._root.partition("/")[0],
             transport_errors=self._transport_errors,
-            renew=self._renew,
+            renew=self._renewal(),
         )
 
     def _path(self, key: str) -> str:

@@ -94,7 +94,7 @@ def _translate(
         return NoBucketError(f"no bucket {bucket!r} ({message})")
     if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError)) and found.code != "NoSuchUpload":
         return NotFoundError(f"no object {key} in {url}")
-    if found.code in _EXPIRED:
+    if found.code in _EXPIRED or found.code == "400":  # botocore's word for a HEAD, which has no body that could tell
         return StoreError(message, key=key, retryable=renew is not None and renew())
     if found.status is not None:
         passes = found.status in _PASSING_STATUSES or found.code in _PASSING_CODES

@@ -18,6 +18,7 @@ from cloudckpt.config import Config
 from cloudckpt.errors import CloudckptError, NotFoundError, StoreError
 from cloudckpt.store.base import Buffer, byte_view
 from cloudckpt.store.counts import Counter
+from cloudckpt.store.credentials import ChainCredentials
 from cloudckpt.store.parts import MAX_PARTS, part_size, parts_in_flight
 from cloudckpt.store.retry import call
 from cloudckpt.store.s3_options import parse, with_boto3_chain
@@ -45,6 +46,9 @@ def make_filesystem(storage_options: Mapping[str, Any], config: Config) -> Abstr
     config_kwargs.setdefault("read_timeout", config.request_timeout_s)
     config_kwargs.setdefault("retries", {"total_max_attempts": 1, "mode": "standard"})
     config_kwargs.setdefault("max_pool_connections", max(10, config.num_threads))
+    # aiohttp takes what arrives on an idle connection for the answer to its next request: where an answer came twice,
+    # a PUT that never arrived was taken for done [measured].
+    config_kwargs.setdefault("connector_args", {"force_close": True, "keepalive_timeout": None})
     if with_boto3_chain(parse(storage_options)).endpoint_url is not None:
         # Stores other than AWS' refuse the checksums that newer clients send by default
         # (boto/boto3#4392), and few of them serve buckets as host names.
@@ -56,6 +60,14 @@ def make_filesystem(storage_options: Mapping[str, Any], config: Config) -> Abstr
     filesystem = s3fs.S3FileSystem(**options, config_kwargs=config_kwargs)
     filesystem.retries = 1
     return filesystem
+
+
+def watch_credentials(storage_options: Mapping[str, Any]) -> Callable[[], Callable[[], bool]] | None:
+    """`ChainCredentials.watch`, where the credentials are those of boto3's chain."""
+    options = parse(storage_options)
+    if options.key is not None or options.token is not None or options.anon or "session" in options.unknown:
+        return None
+    return ChainCredentials(options.profile).watch
 
 
 def endpoint_of(filesystem: AbstractFileSystem) -> str:
@@ -78,12 +90,14 @@ def close_session(filesystem: AbstractFileSystem) -> None:
 class S3fsUpload:
     """A multipart upload in s3fs' terms, part by part, so that each part can be retried.
 
+    ``filesystem`` gives the instance of the moment: one with other credentials may take the place of one whose expired.
+
     (s3fs' own file object sends its parts one after the other and gives up on the first 500.)
     """
 
     def __init__(
         self,
-        filesystem: s3fs.S3FileSystem,
+        filesystem: Callable[[], s3fs.S3FileSystem],
         path: str,
         key: str,
         *,
@@ -93,8 +107,8 @@ class S3fsUpload:
         translated: Callable[[], AbstractContextManager[None]],
         size: Callable[[], int],
     ) -> None:
-        self._fs = filesystem
-        self._bucket, self._name, _ = filesystem.split_path(path)
+        self._filesystem = filesystem
+        self._bucket, self._name, _ = filesystem().split_path(path)
         self._key = key
         self._counter = counter
         self._translated = translated
@@ -209,6 +223,6 @@ class S3fsUpload:
         def attempt() -> Any:
             with self._translated():
                 self._counter.add(puts=puts, others=others, bytes_sent=bytes_sent)
-                return self._fs.call_s3(method, Bucket=self._bucket, Key=self._name, **arguments)
+                return self._filesystem().call_s3(method, Bucket=self._bucket, Key=self._name, **arguments)
 
         return call(attempt, self._config.retry_deadline_s, self._counter)

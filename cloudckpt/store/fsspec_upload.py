@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from fsspec.spec import AbstractFileSystem
 
 from cloudckpt.errors import CloudckptError, StoreError
-from cloudckpt.store.base import Buffer, byte_view
+from cloudckpt.store.base import Buffer, UploadBrokenError, byte_view
 from cloudckpt.store.counts import Counter
 
 
 class FileUpload:
-    """Nothing of it can be retried: bytes that the file object took are gone."""
+    """No step of it can be retried: bytes that the file object took are gone."""
 
     def __init__(
         self,
@@ -29,9 +29,9 @@ class FileUpload:
         self._fs = filesystem
         self._path = path
         self._counter = counter
-        self._translated = translated
+        self._foreign = translated
         self._nbytes = 0
-        with translated():
+        with self._translated():
             # autocommit=False: nothing shows under the name before commit(), where that is supported.
             self._file: Any = filesystem.open(path, "wb", autocommit=False)
         self._is_open = True
@@ -65,6 +65,16 @@ class FileUpload:
             raise
         self._is_open = False
         self._counter.add(puts=1, others=1, bytes_sent=self._nbytes)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            with self._foreign():
+                yield
+        except StoreError as error:
+            if not error.retryable:
+                raise
+            raise UploadBrokenError(str(error), key=self._key, retryable=True) from error
 
     def abort(self) -> None:
         if not self._is_open:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import obstore
-from obstore.exceptions import AlreadyExistsError
+from obstore.exceptions import AlreadyExistsError, PermissionDeniedError
 
 from cloudckpt.config import KIB, Config
 from cloudckpt.errors import NoBucketError, NotFoundError, StoreError
@@ -22,6 +22,7 @@ from cloudckpt.store.obstore_upload import ObstoreUpload
 from cloudckpt.store.parts import part_size, parts_in_flight
 from cloudckpt.store.paths import clean_prefix, join, mask, place, scheme_of
 from cloudckpt.store.retry import Backoff, call
+from cloudckpt.store.seen_tags import SeenTags
 
 T = TypeVar("T")
 
@@ -46,6 +47,7 @@ class ObstoreStore:
         with translated("open", "", self._url, bucket=bucket):
             self._clients = make_clients(scheme, bucket, storage_options or {}, self._config)
         self._counter = Counter()
+        self._seen_tags = SeenTags()
         self._pid = os.getpid()
 
     def __repr__(self) -> str:
@@ -64,7 +66,9 @@ class ObstoreStore:
 
         def get() -> bytes:
             self._counter.add(gets=1)
-            return bytes(obstore.get(self._clients.single, path).bytes())
+            answer = obstore.get(self._clients.single, path)
+            self._seen_tags.is_new(answer.meta["e_tag"])
+            return bytes(answer.bytes())
 
         data = self._call("read", key, get)
         self._counter.add(bytes_fetched=len(data))
@@ -83,6 +87,7 @@ class ObstoreStore:
                 with self._translated("read", key):
                     self._counter.add(gets=1)
                     result = obstore.get(self._clients.single, path, options={"range": (start, end)})
+                    self._seen_tags.is_new(result.meta["e_tag"])
                     self._check_end(key, result.meta["size"], end)
                     parts = iter(result.stream(min_chunk_size=STREAM_BYTES))
                 while (part := self._next(key, parts)) is not None:
@@ -121,6 +126,7 @@ class ObstoreStore:
     def open_upload(self, key: str, nbytes_hint: int | None = None) -> Upload:
         path = self._path(key)
         part_bytes = part_size(nbytes_hint, self._config.part_bytes)
+        renew = self._watch_credentials()  # parts are sent from now on, and told about at the end
         with self._translated("write", key):
             writer = obstore.open_writer(
                 self._clients.upload,
@@ -133,7 +139,7 @@ class ObstoreStore:
             key,
             part_bytes=part_bytes,
             counter=self._counter,
-            translated=lambda: self._translated("write", key),
+            translated=lambda: self._translated("write", key, renew),
             head=lambda: self._head(key),
         )
 
@@ -206,14 +212,34 @@ class ObstoreStore:
         def put() -> bool:
             self._counter.add(puts=1, bytes_sent=len(view))
             try:
-                obstore.put(self._clients.single, path, view, mode=mode, use_multipart=False)  # type: ignore[arg-type]
+                answer = obstore.put(self._clients.single, path, view, mode=mode, use_multipart=False)  # type: ignore[arg-type]
             except AlreadyExistsError as error:
                 if facts(error).status == 409:
                     raise
                 return False
+            self._check_answer(key, path, answer["e_tag"])
             return True
 
         return self._call("write", key, put)
+
+    def _check_answer(self, key: str, path: str, e_tag: str | None) -> None:
+        """Raise a retryable error if a PUT was told the tag of another object.
+
+        On a connection where an answer came twice, the second one is taken for that to the next request, which may
+        never have arrived. Tags that were not seen before are not such. Others may be: equal objects have equal tags.
+        """
+        if e_tag is None or self._seen_tags.is_new(e_tag):
+            return
+        try:
+            found = obstore.head(self._clients.single, path)["e_tag"]
+        except FileNotFoundError:
+            found = None
+        except PermissionDeniedError:  # one may write, and not look
+            return
+        if found != e_tag:
+            raise StoreError(
+                f"{self._url} gave the answer to another request when {key} was written", key=key, retryable=True
+            )
 
     def _head(self, key: str) -> ObjectInfo:
         path = self._path(key)
@@ -221,6 +247,7 @@ class ObstoreStore:
         def head() -> ObjectInfo:
             self._counter.add(others=1)
             found = obstore.head(self._clients.single, path)
+            self._seen_tags.is_new(found["e_tag"])
             return ObjectInfo(key, found["size"], found["last_modified"].timestamp())
 
         return self._call("find", key, head)
@@ -245,7 +272,11 @@ class ObstoreStore:
         if found < wanted:
             raise StoreError(f"{key} of {self._url} ends at byte {found}, not {wanted}", key=key, retryable=False)
 
-    def _translated(self, verb: str, key: str) -> AbstractContextManager[None]:
+    def _watch_credentials(self) -> Callable[[], bool] | None:
+        watch = self._clients.watch_credentials
+        return None if watch is None else watch()
+
+    def _translated(self, verb: str, key: str, renew: Callable[[], bool] | None = None) -> AbstractContextManager[None]:
         if os.getpid() != self._pid:
             # obstore's threads do not live on in a forked child, and its lock may be held for ever.
             raise StoreError(
@@ -258,7 +289,7 @@ class ObstoreStore:
             key,
             self._url,
             bucket=self._clients.bucket,
-            forget_credentials=self._clients.forget_credentials,
+            renew=renew or self._watch_credentials(),
         )
 
     def _path(self, key: str) -> str:

@@ -41,7 +41,8 @@ class Clients:
     bucket: str
     identity: str
     """Endpoint and bucket, for caches of what a server can do."""
-    forget_credentials: Callable[[], None] | None = None
+    watch_credentials: Callable[[], Callable[[], bool]] | None = None
+    """See `ChainCredentials.watch`; None for credentials that were given."""
 
 
 def understands(scheme: str, url: str, storage_options: Mapping[str, Any]) -> bool:
@@ -123,7 +124,7 @@ def _make_s3(bucket: str, given: S3Options, config: Config) -> Clients:
         arguments["endpoint"] = arguments["aws_endpoint_url_s3"] = endpoint
     if options.requester_pays:
         arguments["request_payer"] = True
-    forget_credentials = _add_credentials(arguments, options)
+    watch_credentials = _add_credentials(arguments, options)
     return Clients(
         single=S3Store(bucket, retry_config=_NO_RETRY, client_options={**_client_options(config), **tls}, **arguments),
         upload=S3Store(
@@ -134,7 +135,7 @@ def _make_s3(bucket: str, given: S3Options, config: Config) -> Clients:
         ),
         bucket=bucket,
         identity=f"s3|{mask(endpoint or '')}|{bucket}",
-        forget_credentials=forget_credentials,
+        watch_credentials=watch_credentials,
     )
 
 
@@ -152,7 +153,7 @@ def _endpoint(bucket: str, options: S3Options) -> str | None:
     return endpoint
 
 
-def _add_credentials(arguments: dict[str, Any], options: S3Options) -> Callable[[], None] | None:
+def _add_credentials(arguments: dict[str, Any], options: S3Options) -> Callable[[], Callable[[], bool]] | None:
     if options.anon:
         arguments["skip_signature"] = True
         return None
@@ -171,4 +172,4 @@ def _add_credentials(arguments: dict[str, Any], options: S3Options) -> Callable[
     provider = ChainCredentials(options.profile)
     provider()  # having none is told here, in boto3's words, and not by the first request
     arguments["credential_provider"] = provider
-    return provider.forget
+    return provider.watch

@@ -8,8 +8,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from cloudckpt.errors import CloudckptError, NotFoundError, StoreError
-from cloudckpt.store.base import Buffer, ObjectInfo, byte_view
+from cloudckpt.store.base import Buffer, ObjectInfo, UploadBrokenError, byte_view
 from cloudckpt.store.counts import Counter
+from cloudckpt.store.obstore_errors import facts, must_begin_again
 from cloudckpt.store.parts import MAX_PARTS
 
 if TYPE_CHECKING:
@@ -56,8 +57,11 @@ class ObstoreUpload:
                 key=self._key,
             )
         if len(view):
-            with self._translated():
-                self._writer.write(view)
+            try:
+                with self._translated():
+                    self._writer.write(view)
+            except StoreError as error:
+                raise self._broken(error) from error
             self._nbytes += len(view)
 
     def close(self) -> None:
@@ -67,16 +71,17 @@ class ObstoreUpload:
         try:
             with self._translated():
                 self._writer.close()
-        except (StoreError, NotFoundError):
+        except (StoreError, NotFoundError) as error:
             if not (is_multipart and self._is_complete()):
                 self.abort()
-                raise
+                raise self._broken(error) from error
         self._writer = None
         self._counter.add(
             puts=max(1, -(-self._nbytes // self._part_bytes)),
             others=2 if is_multipart else 0,
             bytes_sent=self._nbytes,
         )
+        self._check_arrived()
 
     def abort(self) -> None:
         writer, self._writer = self._writer, None
@@ -90,6 +95,26 @@ class ObstoreUpload:
         except CloudckptError:
             # Parts may stay behind; a bucket's lifecycle rule is the cure that S3 has for them.
             return
+
+    def _check_arrived(self) -> None:
+        """Ask for the size: "done" may have been the answer to another request on the same connection."""
+        try:
+            found = self._head().nbytes
+        except NotFoundError:
+            found = 0
+        except StoreError as error:
+            if facts(error).status == 403:  # one may write, and not look
+                return
+            raise
+        if found != self._nbytes:
+            raise UploadBrokenError(
+                f"{self._key} has {found} bytes after {self._nbytes} were sent", key=self._key, retryable=True
+            )
+
+    def _broken(self, error: StoreError | NotFoundError) -> StoreError | NotFoundError:
+        if isinstance(error, StoreError) and must_begin_again(error):
+            return UploadBrokenError(str(error), key=self._key, retryable=True)
+        return error
 
     def _is_complete(self) -> bool:
         """Whether the object is there although the last answer said otherwise.

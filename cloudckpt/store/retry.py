@@ -20,6 +20,9 @@ T = TypeVar("T")
 FIRST_BOUND_S = 0.1
 LARGEST_BOUND_S = 10.0
 
+TRIES_THAT_MATTER = 5
+"""A request that failed so often is told of by a warning, once: this is more than a hiccup."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -63,7 +66,8 @@ class Backoff:
                 key=error.key,
                 retryable=True,
             ) from error
-        logger.info("try %d failed, next in %.2f s: %s", self._failures, delay_s, error)
+        level = logging.WARNING if self._failures == TRIES_THAT_MATTER else logging.INFO
+        logger.log(level, "try %d failed, next in %.2f s: %s", self._failures, delay_s, error)
         if self._counter is not None:
             self._counter.add(retries=1)
         self._sleep(delay_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,6 +19,11 @@ from cloudckpt.store.base import Store
 from cloudckpt.transfer.pool import ByteBudget, run_all
 
 Advance = Callable[[int], None]
+
+MOST_READS = 3
+"""How often a chunk is read whose checksum is wrong, before what is stored is held to be wrong."""
+
+logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -117,11 +123,24 @@ def _fetch(
 ) -> Iterator[int]:
     key = manifest.objects[read.object].key
     reader = _RangeReader(manifest, read, open_sink)
+    end = read.byte_offset + read.nbytes
+    suspect, times = -1, 0
     try:
-        for part in store.stream(key, read.byte_offset, read.nbytes):
-            if stop.is_set():  # the targets may be in other use by now
-                raise InterruptedTransferError("stopped, since another part of the load failed")
-            yield from reader.feed(np.frombuffer(part, dtype=np.uint8))
+        while True:
+            try:
+                for part in store.stream(key, reader.position, end - reader.position):
+                    if stop.is_set():  # the targets may be in other use by now
+                        raise InterruptedTransferError("stopped, since another part of the load failed")
+                    yield from reader.feed(np.frombuffer(part, dtype=np.uint8))
+                return
+            except CorruptChunkError as error:
+                # What is stored may be right, and what arrived not: bits flip on the way, and answers get mixed up.
+                times = times + 1 if suspect == reader.chunk else 1
+                suspect = reader.chunk
+                if times == MOST_READS:
+                    raise
+                logger.warning("%s; reading it again from %s", error, store.url)
+                reader.begin_again()
     except NotFoundError as error:
         raise corrupt(manifest, reader.chunk, f"its object is missing from the store: {error}") from error
     except StoreError as error:
@@ -147,7 +166,7 @@ class _RangeReader:
         self._manifest = manifest
         self._chunks = read.chunks.tolist()
         self._open_sink = open_sink
-        self._position = read.byte_offset
+        self.position = read.byte_offset
         self._next = 0
         self._begin()
 
@@ -161,8 +180,7 @@ class _RangeReader:
         columns = self._manifest.columns
         self._start = int(columns.byte_offset[chunk])
         self._suffix_start = self._start + int(columns.nbytes[chunk]) - CHECKSUM_BYTES
-        self._crc32c = 0
-        self._suffix = b""
+        self._clear()
         array, _ = self._manifest.locate(chunk)
         self._sink = self._open_sink(chunk)
         self._packed = (
@@ -171,25 +189,34 @@ class _RangeReader:
             else np.empty(self._suffix_start - self._start, dtype=np.uint8)
         )
 
+    def begin_again(self) -> None:
+        """Go back to where the current chunk starts."""
+        self.position = self._start
+        self._clear()
+
+    def _clear(self) -> None:
+        self._crc32c = 0
+        self._suffix = b""
+
     def feed(self, data: Bytes1D) -> Iterator[int]:
         """Take the next bytes; yields every chunk that they complete."""
         while len(data) and self._next < len(self._chunks):
-            if self._position < self._start:  # framing between two chunks
-                taken = min(self._start - self._position, len(data))
-            elif self._position < self._suffix_start:
-                taken = min(self._suffix_start - self._position, len(data))
+            if self.position < self._start:  # framing between two chunks
+                taken = min(self._start - self.position, len(data))
+            elif self.position < self._suffix_start:
+                taken = min(self._suffix_start - self.position, len(data))
                 self._take(data[:taken])
             else:
-                taken = min(self._suffix_start + CHECKSUM_BYTES - self._position, len(data))
+                taken = min(self._suffix_start + CHECKSUM_BYTES - self.position, len(data))
                 self._suffix += data[:taken].tobytes()
             data = data[taken:]
-            self._position += taken
+            self.position += taken
             if len(self._suffix) == CHECKSUM_BYTES:
                 yield self._finish()
 
     def _take(self, data: Bytes1D) -> None:
         self._crc32c = checksum(data, self._crc32c)
-        offset = self._position - self._start
+        offset = self.position - self._start
         if self._packed is None:
             self._sink.put(data, offset)
         else:

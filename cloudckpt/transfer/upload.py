@@ -17,7 +17,8 @@ from cloudckpt.format.grid import Ints
 from cloudckpt.format.keys import pack_key, plain_root
 from cloudckpt.format.manifest import ObjectEntry
 from cloudckpt.format.pack import PackBuilder
-from cloudckpt.store.base import Buffer, Store, Upload
+from cloudckpt.store.base import Buffer, Store, Upload, UploadBrokenError
+from cloudckpt.store.retry import Backoff
 from cloudckpt.transfer.places import DigestColumn, Places, digest_column
 from cloudckpt.transfer.pool import run_all
 
@@ -96,6 +97,15 @@ class _Rows:
     def is_incremental(self) -> bool:
         return self._base is not None
 
+    @property
+    def count(self) -> int:
+        """Rows so far: they are in the order of the writes."""
+        return len(self._rows)
+
+    def forget(self, first: int) -> None:
+        """Row ``first`` and all that follow."""
+        del self._rows[first:], self._digests[first:]
+
     def add(self, chunk: int, number: int, byte_offset: int, encoded: EncodedChunk, digest: bytes) -> None:
         self._rows.append((chunk, number, byte_offset, encoded.nbytes, encoded.crc32c))
         self._digests.append(digest)
@@ -170,10 +180,11 @@ def _check(stop: threading.Event) -> None:
 
 
 class _Pack:
-    """One pack on its way to the store. ``filled``: unencoded bytes of the chunks in it."""
+    """One pack on its way to the store. ``first``: its first chunk's row; ``filled``: unencoded bytes of its chunks."""
 
-    def __init__(self, store: Store, key: str, nbytes_hint: int) -> None:
+    def __init__(self, store: Store, key: str, nbytes_hint: int, first: int) -> None:
         self.key = key
+        self.first = first
         self.crc32c = 0
         self.filled = 0
         self.arrays: dict[str, None] = {}
@@ -205,34 +216,49 @@ class _Pack:
 class _Packs:
     """The packs of one rank, one after the other, begun when there is something to put in and closed when full."""
 
-    def __init__(self, store: Store, job: UploadJob, pack_bytes: int, done: _Rows) -> None:
+    def __init__(self, store: Store, job: UploadJob, config: Config, done: _Rows) -> None:
         self._store = store
         self._job = job
-        self._pack_bytes = pack_bytes
+        self._config = config
         self._done = done
         self._open: _Pack | None = None
-        self._ahead = sum(write.nbytes for write in job.writes)
-        self._chunks_ahead = len(job.writes)
+        self._ends = np.cumsum([0, *(write.nbytes for write in job.writes)], dtype=np.int64)
+        self._backoff: Backoff | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._open is not None
 
     def add(self, write: ChunkWrite, encoded: EncodedChunk, digest: bytes) -> None:
-        if self._open is not None and self._open.filled + write.nbytes > self._pack_bytes:
+        pack_bytes = self._config.pack_bytes
+        if self._open is not None and self._open.filled + write.nbytes > pack_bytes:
             self.close()
+        row, number = self._done.count, len(self._done.written)
         if self._open is None:
-            number = len(self._done.written)
-            hint = min(self._ahead, max(self._pack_bytes, write.nbytes)) + 1024 * self._chunks_ahead
-            self._open = _Pack(self._store, pack_key(self._job.attempt, self._job.rank, number), hint)
+            ahead = int(self._ends[-1] - self._ends[row])
+            hint = min(ahead, max(pack_bytes, write.nbytes)) + 1024 * (len(self._job.writes) - row)
+            self._open = _Pack(self._store, pack_key(self._job.attempt, self._job.rank, number), hint, row)
         offset = self._open.add_chunk(write, encoded)
-        self._done.add(write.chunk, len(self._done.written), offset, encoded, digest)
-
-    def passed(self, write: ChunkWrite) -> None:
-        """The chunk needs no room any more: the size of the next pack can be told better."""
-        self._ahead -= write.nbytes
-        self._chunks_ahead -= 1
+        self._done.add(write.chunk, number, offset, encoded, digest)
 
     def close(self) -> None:
         if self._open is not None:
             self._done.written.append(self._open.close(self._job))
+            self._open = self._backoff = None
+
+    def go_back(self) -> int:
+        """Give up the pack that is open, back to where it began; returns the unencoded bytes since then."""
+        end = self._done.count
+        if self._open is not None:
+            self.abort()
+            self._done.forget(self._open.first)
             self._open = None
+        return int(self._ends[end] - self._ends[self._done.count])
+
+    def pause(self, error: UploadBrokenError) -> None:
+        """Before the pack is begun again. The time for that counts from its first failure: it may be large."""
+        self._backoff = self._backoff or Backoff(self._config.retry_deadline_s)
+        self._backoff.pause(error)
 
     def abort(self) -> None:
         if self._open is not None:
@@ -248,17 +274,23 @@ def _upload_packs(
     advance: Advance,
     done: _Rows,
 ) -> None:
-    packs = _Packs(store, job, config.pack_bytes, done)
+    packs = _Packs(store, job, config, done)
     try:
-        for write in job.writes:
+        while done.count < len(job.writes) or packs.is_open:
             _check(stop)
-            data = read_chunk(write)
-            digest = chunk_digest(data) if done.is_incremental else b""
-            if not done.refer(write.chunk, digest):
-                packs.add(write, encode_chunk(data, job.compression), digest)
-            packs.passed(write)
-            advance(write.nbytes)
-        packs.close()
+            try:
+                if done.count == len(job.writes):
+                    packs.close()
+                    continue
+                write = job.writes[done.count]
+                data = read_chunk(write)
+                digest = chunk_digest(data) if done.is_incremental else b""
+                if not done.refer(write.chunk, digest):
+                    packs.add(write, encode_chunk(data, job.compression), digest)
+                advance(write.nbytes)
+            except UploadBrokenError as error:
+                advance(-packs.go_back())
+                packs.pause(error)
     except BaseException:
         packs.abort()
         raise

@@ -39,7 +39,7 @@ def test_a_save_whose_reply_to_complete_got_lost_has_succeeded(place: Place, ser
 def test_an_upload_that_really_vanished_fails_the_save(place: Place, server: FaultyS3):
     server.faults = [Fault("status", "POST", "uploadId=", status=404, code="NoSuchUpload", times=ALWAYS)]
     with pytest.raises(StoreError, match="NoSuchUpload"):
-        place.save({"w": W}, config=place.config(part_bytes=5 * MIB))
+        place.save({"w": W}, config=place.config(part_bytes=5 * MIB, retry_deadline_s=2.0))
     with pytest.raises(NotFoundError):
         place.read()
     server.faults = []

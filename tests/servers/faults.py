@@ -9,9 +9,10 @@ import ssl
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from email.utils import formatdate
 from typing import Any
@@ -28,6 +29,9 @@ class Fault:
     ``kind``: "status" answers ``status`` with ``code``; "reset" drops the connection unanswered;
     "stall" answers nothing for ``seconds``; "lost_reply" does the work and drops the connection;
     "cut" sends ``nbytes`` of the body, then ends the connection; "reset_body" resets it there;
+    "twice" does the work twice and tells of the second time; "duplicate" does it once and tells of it twice,
+    the second time after ``seconds``, on a connection that stays open; "stale" does nothing and repeats the answer
+    to the request before; "flip" inverts byte ``nbytes`` of the body;
     "whole_object" answers a ranged GET with 200 and everything.
     """
 
@@ -61,9 +65,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
+    """``told_nbytes``: what a HEAD says of a body that is not here."""
+
     status: int
     body: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
+    told_nbytes: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.body) if self.told_nbytes is None else self.told_nbytes
 
 
 def error(status: int, code: str) -> Answer:
@@ -82,6 +93,9 @@ class FaultyS3:
         self.uploads: dict[str, dict[int, bytes]] = {}
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
+        self.last_answer = Answer(200)
+        self.injected: Counter[str] = Counter()
+        """Faults that were really done, by kind."""
         self.rejects_checksums = False
         self.ignores_conditions = False
         self.lock = threading.Lock()
@@ -126,6 +140,7 @@ class FaultyS3:
                         fault.after -= 1
                         continue
                     fault.times -= 1
+                    self.injected[f"{fault.kind} {fault.status}" if fault.kind == "status" else fault.kind] += 1
                     return fault
         return None
 
@@ -262,10 +277,27 @@ def _handler(server: FaultyS3) -> type[http.server.BaseHTTPRequestHandler]:
             elif kind == "lost_reply":
                 server.answer(request)
                 self.reset()
+            elif kind == "twice":
+                server.answer(request)
+                self.send(server.answer(request))
+            elif kind == "duplicate":
+                answer = server.answer(request)
+                self.send(answer)
+                self.wfile.flush()
+                server.stopping.wait(fault.seconds)
+                self.send(answer)
+            elif kind == "stale":
+                self.send(server.last_answer)
+            elif kind == "flip":
+                answer = server.answer(request)
+                body = bytearray(answer.body)
+                body[fault.nbytes] ^= 0xFF
+                self.send(replace(answer, body=bytes(body)))
             elif kind == "whole_object":
                 self.send(Answer(200, server.objects[request.key], server._headers(request.key)))
             else:
-                self.send(server.answer(request), cut_at=fault.nbytes if fault else None, reset=kind == "reset_body")
+                server.last_answer = server.answer(request)
+                self.send(server.last_answer, cut_at=fault.nbytes if fault else None, reset=kind == "reset_body")
 
         do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_all
 
@@ -274,7 +306,7 @@ def _handler(server: FaultyS3) -> type[http.server.BaseHTTPRequestHandler]:
             for name, value in answer.headers.items():
                 self.send_header(name, value)
             if answer.status != 204:
-                self.send_header("Content-Length", str(len(answer.body)))
+                self.send_header("Content-Length", str(answer.nbytes))
             self.end_headers()
             if self.command != "HEAD":
                 self.wfile.write(answer.body[:cut_at])

@@ -24,8 +24,21 @@ def test_files_are_read_again_after_a_while_or_when_told(tmp_path: Path, monkeyp
     now_s[0] += 2
     assert provider()["access_key_id"] == "second"
     shared.write_text(TEXT.format("third"))
-    provider.forget()
+    assert provider.watch()()
     assert provider()["access_key_id"] == "third"
+
+
+def test_one_request_reads_them_anew_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shared = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(shared))
+    shared.write_text(TEXT.format("first"))
+    provider = ChainCredentials("lab")
+    first, second = provider.watch(), provider.watch()
+    assert not first(), "they are the same as before"
+    shared.write_text(TEXT.format("second"))
+    assert second()
+    assert first(), "others have been read meanwhile"
+    assert not provider.watch()(), "a request with these would be refused again"
 
 
 def test_having_none_is_a_clear_error():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 
@@ -9,7 +10,7 @@ import pytest
 
 from cloudckpt.config import MIB, Config
 from cloudckpt.errors import NotFoundError, StoreError
-from cloudckpt.store.base import Store
+from cloudckpt.store.base import Store, UploadBrokenError
 from cloudckpt.store.resolve import resolve
 from tests.servers.faults import ALWAYS, Fault, FaultyS3, faulty_s3
 from tests.store.conformance import pattern, read
@@ -328,3 +329,58 @@ def test_a_server_that_is_not_there_is_told_with_the_reason(open_store: Callable
     with pytest.raises(StoreError, match=r"(?i)connection refused|could not connect") as caught:
         store.get("key")
     assert caught.value.retryable
+
+
+@pytest.fixture
+def obstore_store(server: FaultyS3) -> Iterator[Store]:
+    opened = resolve("s3://bkt/run", server.storage_options, PATIENT)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("before", ["put", "get", "size", "delete", "refused"])
+@pytest.mark.parametrize("call", ["put", "put_if_absent", "upload", "parts"])
+def test_the_answer_to_another_request_is_no_sign_of_success(
+    obstore_store: Store, server: FaultyS3, before: str, call: str
+):
+    """As on a connection where an answer came twice: nothing was done. (s3fs keeps no connections open.)"""
+    store = obstore_store
+    store.put("other", b"old")
+    if before == "get":
+        store.get("other")
+    elif before == "size":
+        store.size("other")
+    elif before == "delete":
+        store.delete(["nothing"])
+    elif before == "refused":
+        assert not store._first._create("other", b"new")
+    data = pattern(12 * MIB if call == "parts" else 1000)
+    server.faults = [Fault("stale", "POST" if call == "parts" else "PUT")]
+    if call == "put":
+        store.put("key", data)
+    elif call == "put_if_absent":
+        store.put_if_absent("key", data)  # which may find its own object
+    else:
+        with contextlib.suppress(UploadBrokenError):
+            _upload(store, data)
+            assert server.objects["run/key"] == data, "no success without the object"
+        _upload(store, data)
+    if not (call == "put_if_absent" and before == "refused"):
+        assert server.objects["run/key"] == data
+
+
+def _upload(store: Store, data: bytes) -> None:
+    upload = store.open_upload("key")
+    try:
+        upload.write(data)
+        upload.close()
+    finally:
+        upload.abort()
+
+
+def test_the_answer_to_another_get_is_asked_for_again(obstore_store: Store, server: FaultyS3):
+    obstore_store.put("key", pattern(1000))
+    assert read(obstore_store, "key", 0, 100) == pattern(1000)[:100]
+    server.faults = [Fault("stale", "GET")]
+    assert read(obstore_store, "key", 100, 200) == pattern(1000)[100:300]
+    assert obstore_store.counts.retries == 1
