@@ -6,11 +6,12 @@ import os
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 import cloudckpt
-from cloudckpt import catalog
+from cloudckpt import catalog, leases
 from cloudckpt.format.keys import PIN
 from cloudckpt.plan.retention import KeepLast
 from cloudckpt.retention import Removal, Retention, is_pinned, pin, unpin
@@ -37,8 +38,11 @@ def prune(place: Place, *policies, age_s: float = DAY_S, **options) -> Removal:
         run.close()
 
 
-def directories(place: Place) -> list[str]:
-    return sorted({key.partition("/")[0] for key in place.keys("")})
+@pytest.fixture
+def in_two_days(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock of the store."""
+    real = Retention._store_time_s
+    monkeypatch.setattr(Retention, "_store_time_s", lambda self: real(self) + 2 * DAY_S)
 
 
 def test_steps_go_whole(place: Place):
@@ -77,7 +81,7 @@ def test_pins(place: Place):
     run.close()
 
 
-def test_young_leftovers_and_stray_names_stay(place: Place):
+def test_young_leftovers_and_stray_names_stay(place: Place, monkeypatch: pytest.MonkeyPatch):
     save(place, 1)
     run = run_of(place)
     strays = [
@@ -101,43 +105,75 @@ def test_young_leftovers_and_stray_names_stay(place: Place):
     before = place.keys("")
     assert prune(place) == Removal()
     assert place.keys("") == before
-    # Objects of stores that count in whole seconds are as old as the second in which they were made.
-    time.sleep(2.1)
-    removal = prune(place, age_s=1.0)
+    real = Retention._store_time_s
+    monkeypatch.setattr(Retention, "_store_time_s", lambda self: real(self) + 2 * DAY_S)
+    removal = prune(place)
     assert (removal.num_objects, removal.nbytes) == (len(leftovers), 5 * len(leftovers))
     assert set(place.keys("")) == set(before) - set(leftovers)
     assert torch.equal(place.read("step-00000001")["w"], torch.full((500,), 1.0))
     run.close()
 
 
-def test_an_attempt_that_still_writes_is_alive(place: Place):
+def test_an_attempt_that_still_writes_is_alive(place: Place, monkeypatch: pytest.MonkeyPatch):
     run = run_of(place)
     run.put("step-00000002/0123456789ab/r00000-000.zarr.zip", b"old")
-    time.sleep(2.1)
+    time.sleep(1.1)  # there are stores that count in whole seconds
     run.put("step-00000002/0123456789ab/r00001-000.zarr.zip", b"new")
-    assert prune(place, age_s=1.0) == Removal()
+    times_s = sorted(info.modified_s for info in run.list(""))
+    assert times_s[1] - times_s[0] >= 1
+    monkeypatch.setattr(Retention, "_store_time_s", lambda self: times_s[1] + 100)
+    assert prune(place, age_s=100.5) == Removal()
     assert len(place.keys("")) == 2
+    assert prune(place, age_s=99.5).num_objects == 2
     run.close()
 
 
-def test_what_overwriting_has_replaced_goes_by_age(place: Place):
+def test_what_overwriting_has_replaced_goes_by_age(place: Place, in_two_days: None):
     save(place, 1)
     place.save({"w": torch.zeros(5)}, "step-00000001", step=1, overwrite=True)
     assert len(place.keys("")) == 3
-    time.sleep(2.1)
-    assert prune(place, age_s=1.0).num_objects == 1
+    assert prune(place).num_objects == 1
     assert torch.equal(place.read("step-00000001")["w"], torch.zeros(5))
 
 
-def test_directories_that_are_being_saved_to_stay(place: Place):
+def test_directories_that_are_being_saved_to_stay(place: Place, in_two_days: None):
     save(place, 1, 2)
     run = run_of(place)
     run.put("step-00000003/0123456789ab/r00000-000.zarr.zip", b"12345")
-    time.sleep(2.1)
     busy = ["step-00000001", "step-00000003"]
-    assert prune(place, KeepLast(1), age_s=1.0, busy=busy) == Removal()
+    assert prune(place, KeepLast(1), busy=busy) == Removal()
     assert len(place.keys("")) == 5
     run.close()
+
+
+def test_leases_of_the_dead_go_before_what_they_name(place: Place, in_two_days: None):
+    save(place, 1, 2)
+    run = run_of(place)
+    lease = msgspec.json.encode({"format": leases.FORMAT, "step_dirs": ["step-00000001", "step-00000003"]})
+    run.put("step-00000003/0123456789ab/lease", lease)
+    removal = prune(place, KeepLast(1))
+    assert removal.steps == (1,)
+    assert directories(place) == ["step-00000002"]
+    run.close()
+
+
+def test_leases_of_the_living_keep_what_they_name(place: Place):
+    save(place, 1, 2)
+    run = run_of(place)
+    lease = msgspec.json.encode({"format": leases.FORMAT, "step_dirs": ["step-00000001"]})
+    run.put("step-00000003/0123456789ab/lease", lease)
+    retention = Retention(run, [KeepLast(1)], orphan_age_s=DAY_S)
+    removal = retention.run()
+    assert (removal.steps, removal.num_objects) == ((1,), 0)
+    assert directories(place) == ["step-00000001", "step-00000002", "step-00000003"]
+    run.delete(["step-00000003/0123456789ab/lease"])
+    assert retention.run().num_objects == 1
+    assert directories(place) == ["step-00000002"]
+    run.close()
+
+
+def directories(place: Place) -> list[str]:
+    return sorted({key.partition("/")[0] for key in place.keys("")})
 
 
 def test_nothing_goes_beside_a_manifest_that_cannot_be_read(place: Place):
