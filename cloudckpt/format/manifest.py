@@ -337,13 +337,14 @@ def _check_table(manifest: Manifest) -> None:
 def _check_objects(manifest: Manifest) -> None:
     keys = set()
     for entry in manifest.objects:
-        step_dir, _ = split_key(check_key(entry.key))
+        check_key(entry.key)
         if entry.key in keys:
             raise FormatError(f"object {entry.key!r} is listed twice")
         if not 0 <= entry.nbytes < _MAX_BYTES or not 0 <= entry.crc32c < 2**32:
             raise FormatError(f"object {entry.key!r}: impossible size or checksum")
-        # A sibling may have been saved by more ranks.
-        if not 0 <= entry.rank < (manifest.document.world_size if step_dir is None else MAX_RANKS):
+        # Other attempts may have had more ranks: those of siblings, and one that this replaced, whose objects it keeps.
+        is_new = is_of_attempt(entry.key, manifest.document.attempt)
+        if not 0 <= entry.rank < (manifest.document.world_size if is_new else MAX_RANKS):
             raise FormatError(f"object {entry.key!r}: impossible rank {_shown(entry.rank)}")
         keys.add(entry.key)
     columns = manifest.columns

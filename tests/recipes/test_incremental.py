@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -419,6 +420,15 @@ def test_of_several_ranks(ranks: RankPool, tmp_path: Path, dim: int | None):
     assert new <= 0.11 * nbytes
     assert {entry.rank for entry in manifest_of(tmp_path, 4).objects if split_key(entry.key)[0]} == {0, 1, 2, 3}
     check_sharded(tmp_path, 4)
+
+
+def test_fewer_ranks_replace_a_step_that_its_base_refers_to(ranks: RankPool, tmp_path: Path):
+    """What it keeps of its own directory was written by ranks that it does not have."""
+    ranks.run(4, save_sharded, str(tmp_path), [1, 2], 0)
+    ranks.run(2, partial(save_sharded, overwrite=True), str(tmp_path), [1], 0)
+    assert {0, 1, 2, 3} <= {entry.rank for entry in manifest_of(tmp_path, 1).objects if not split_key(entry.key)[0]}
+    check_sharded(tmp_path, 1)
+    check_sharded(tmp_path, 2)
 
 
 def test_of_ranks_that_cut_in_another_way(ranks: RankPool, tmp_path: Path):
