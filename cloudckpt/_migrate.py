@@ -83,6 +83,7 @@ def _blueprint(manifest: Manifest, rewrite: Rewrite, model_version: str | None) 
         metadata=document.metadata,
         world_size=document.world_size,
         topology=None,  # no ranks have held these
+        branch=document.branch,
     )
 
 

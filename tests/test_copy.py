@@ -494,3 +494,16 @@ def test_a_source_that_errs_once_is_told_from_damage(src: Place, dst: Place, mon
     assert caught.value.retryable
     copy(src, dst)
     check(dst, 1)
+
+
+def test_a_run_that_went_back_keeps_its_order_and_its_pins(src: Place, dst: Place):
+    run = cloudckpt.Checkpointer(src.root)
+    run.save(100, state(1))
+    run.keep(100)
+    run.save(20, state(2))
+    copy(src, dst)
+    copied = cloudckpt.Checkpointer(dst.root, keep_last=1)
+    assert copied.latest() == run.latest() == 20
+    copied.save(30, state(3))
+    copied.prune()
+    assert copied.steps() == [30, 100]

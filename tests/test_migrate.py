@@ -257,3 +257,14 @@ def test_memory_is_bounded(fresh: RankPool, tmp_path: Path, place: str, request:
         url, options = f"s3://{server.make_bucket('migrate-memory')}/large", server.storage_options
     for name, nbytes in fresh.run(1, measure, url, options)[0].items():
         assert nbytes <= (64 + 40) * MIB, name
+
+
+def test_a_run_that_went_back_keeps_its_order(tmp_path: Path, dst: str):
+    run = cloudckpt.Checkpointer(tmp_path / "run")
+    run.save(100, {"x": torch.zeros(3)})
+    run.save(20, {"x": torch.ones(3)})
+    for step in (20, 100):
+        name = f"step-{step:08d}"
+        cloudckpt.migrate(tmp_path / "run" / name, f"{dst}/{name}", rename=[("x", "y")])
+    assert cloudckpt.Checkpointer(dst).latest() == 20
+    assert torch.equal(cloudckpt.read(f"{dst}/step-00000020")["y"], torch.ones(3))
