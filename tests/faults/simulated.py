@@ -28,7 +28,17 @@ K = TypeVar("K")
 CONFIG = Config(chunk_bytes=16, pack_bytes=24, num_threads=1)
 """One thread, so that a rank is one thing at a time. With it a small tensor has several chunks and packs."""
 
-STORE_CALLS = {"get", "size", "put", "put_if_absent", "honours_conditions", "list", "common_prefixes", "delete"}
+STORE_CALLS = {
+    "get",
+    "size",
+    "put",
+    "put_if_absent",
+    "honours_conditions",
+    "list",
+    "leftovers",
+    "common_prefixes",
+    "delete",
+}
 
 HANG_S = 60.0
 
@@ -266,11 +276,11 @@ def resolve(url: str, storage_options: Mapping[str, Any] | None = None, config: 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on, ``group=`` takes a `Rank`, and its ``storage_options`` open what it is to work on."""
-    from cloudckpt import _load, _save, _write
+    from cloudckpt import _fallback, _load, _save, _write
     from cloudckpt.transfer import pool
 
     for module in (_save, _load):
         monkeypatch.setattr(module, "make_group", lambda group, timeout_s: group)
-    for module in (_write, _load):
+    for module in (_fallback, _load, _write):
         monkeypatch.setattr(module, "resolve", resolve)
     monkeypatch.setattr(pool, "GRACE_S", HANG_S)  # a rank that is held is not a rank that stalls

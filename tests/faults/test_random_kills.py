@@ -14,9 +14,22 @@ import pytest
 
 from cloudckpt import catalog
 from cloudckpt.format.keys import step_dir
-from tests.faults.toil import NUM_STEPS, Ledger, Toil, await_one_more, await_start, value_at, wait_until, work
+from tests.faults.toil import (
+    KEEP_LAST,
+    NUM_STEPS,
+    Ledger,
+    Toil,
+    await_one_more,
+    await_start,
+    copy_of,
+    value_at,
+    wait_until,
+    work,
+)
 from tests.recipes.kills import Zygote
 from tests.servers.process import S3Server
+
+SAVES = ["save", "zarr", "thread", "incremental"]
 
 KILLS_PER_RUN = 15
 """What dead jobs leave behind stays in the run; so many of them work on the same one."""
@@ -34,29 +47,41 @@ def killer(toil: Toil, seconds: float, victims: Sequence[int] | None) -> Callabl
 
 
 def kill_again_and_again(
-    zygote: Zygote, tmp_path: Path, count: int, *, server: S3Server | None, size: int, longest_s: float, ways: list[str]
+    zygote: Zygote,
+    tmp_path: Path,
+    count: int,
+    ways: list[str],
+    *,
+    server: S3Server | None = None,
+    size: int = 1,
+    longest_s: float = 0.3,
 ) -> list[str]:
     """Kill jobs of ``size`` ranks, all of a job or some; returns what each was at."""
     dice = random.Random(count)
     done: list[str] = []
     for number in range(count):
         if number % KILLS_PER_RUN == 0:
-            run, options, ledger = str(tmp_path / f"run-{number}"), None, Ledger()
+            run, options = str(tmp_path / f"run-{number}"), None
             if server is not None:
                 bucket = server.make_bucket(f"random-kills-{secrets.token_hex(4)}")
                 run, options = f"s3://{bucket}/run", server.storage_options
-        toil = Toil(run, options, str(tmp_path / "log"), dice.randrange(10**6), 1000 * number, ways)
+            ledgers = {
+                run: Ledger(ways, keep_last=KEEP_LAST if ways == ["run"] else None),
+                copy_of(run): Ledger(["copy"]),
+            }
+        toil = Toil(run, options, str(tmp_path / f"log-{number}"), dice.randrange(10**6), 1000 * number, ways)
         victims = None if dice.random() < 0.5 else [dice.randrange(size)]
         ended = zygote.run([(work, toil)] * size, killer(toil, dice.uniform(0, longest_s), victims))
         killed = [rank for rank, end in enumerate(ended) if end.signal == signal.SIGKILL]
         assert killed == [*range(size)] if victims is None else killed == victims, ended
         for end in ended:
             assert end.signal or (end.raised or "").startswith("RankError"), end
-        before = len(ledger.cut_off)
-        ledger.take(toil.logs(size))
-        done += ledger.cut_off[before:] or ["nothing"]
-        for step in range(NUM_STEPS):
-            ledger.settle(step, value_at(f"{run}/{step_dir(step)}", options))
+        before = len(ledgers[run].cut_off)
+        for place, ledger in ledgers.items():
+            ledger.take(toil.logs(size))
+            for step in range(NUM_STEPS):
+                ledger.settle(step, value_at(f"{place}/{step_dir(step)}", options))
+        done += ledgers[run].cut_off[before:] or ["nothing"]
     return done
 
 
@@ -69,26 +94,38 @@ def counts(short: int, long: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("count", [short, pytest.param(long, marks=pytest.mark.long)])
 
 
-@counts(20, 150)
+@counts(16, 120)
 @pytest.mark.timeout(900)
-def test_one_process(zygote: Zygote, tmp_path: Path, count: int):
-    ways = ["save", "zarr", "thread"]
-    done = kill_again_and_again(zygote, tmp_path, count, server=None, size=1, longest_s=0.3, ways=ways)
-    assert set(ways) <= set(done)
+def test_saves(zygote: Zygote, tmp_path: Path, count: int):
+    done = kill_again_and_again(zygote, tmp_path, count, SAVES)
+    assert count < 100 or set(SAVES) <= set(done)
 
 
-@counts(4, 60)
+@counts(8, 60)
+@pytest.mark.timeout(900)
+def test_retention(zygote: Zygote, tmp_path: Path, count: int):
+    kill_again_and_again(zygote, tmp_path, count, ["run"])
+
+
+@counts(6, 40)
+@pytest.mark.timeout(900)
+def test_copies(zygote: Zygote, tmp_path: Path, count: int):
+    kill_again_and_again(zygote, tmp_path, count, ["copy"])
+
+
+@counts(3, 30)
 @pytest.mark.timeout(900)
 def test_ranks(zygote: Zygote, tmp_path: Path, count: int):
-    ways = ["save", "zarr", "thread"]
-    kill_again_and_again(zygote, tmp_path, count, server=None, size=2, longest_s=0.5, ways=ways)
+    kill_again_and_again(zygote, tmp_path, count, SAVES, size=2, longest_s=0.5)
 
 
-@counts(8, 100)
+@counts(6, 50)
 @pytest.mark.timeout(900)
-def test_one_process_on_a_server(zygote: Zygote, juicefs_s3: S3Server, tmp_path: Path, count: int):
-    ways = ["save", "zarr", "thread"]
-    kill_again_and_again(zygote, tmp_path, count, server=juicefs_s3, size=1, longest_s=0.5, ways=ways)
+@pytest.mark.parametrize(
+    "ways", [["save", "zarr", "thread", "incremental", "copy"], ["run"]], ids=["saves", "retention"]
+)
+def test_on_a_server(zygote: Zygote, juicefs_s3: S3Server, tmp_path: Path, ways: list[str], count: int):
+    kill_again_and_again(zygote, tmp_path, count, ways, server=juicefs_s3, longest_s=0.5)
 
 
 def helpers_of(pid: int) -> list[int]:
@@ -120,7 +157,7 @@ def test_helpers(zygote: Zygote, tmp_path: Path, count: int):
 
     (ended,) = zygote.run([(work, toil)], kill)
     assert ended.signal == signal.SIGKILL, ended
-    ledger = Ledger()
+    ledger = Ledger(["process"])
     ledger.take(toil.logs(1))
     assert len(ledger.cut_off) <= count + 1
     for step in range(NUM_STEPS):

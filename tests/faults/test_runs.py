@@ -6,8 +6,8 @@ After every rule the whole run is read. What has changed since must be the work 
 from __future__ import annotations
 
 import itertools
+import posixpath
 import random
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,79 +18,51 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 import cloudckpt
+from cloudckpt._tries import RunPolicy
 from cloudckpt._write import Commit
-from cloudckpt.errors import AlreadyCommittedError, CloudckptError, NotFoundError, RankError, StoreError
+from cloudckpt.errors import NotFoundError
 from cloudckpt.format.keys import MANIFEST, parse_step, step_dir
 from cloudckpt.format.manifest import decode_manifest
-from tests.faults.simulated import CONFIG, Fault, Job, Rank, install
+from cloudckpt.plan.retention import make_policies
+from cloudckpt.retention import Removal, Retention
+from tests.faults.model import FROZEN, Prune, Save, Steps, Stored, state_of, value_of
+from tests.faults.simulated import CONFIG, Fault, Job, Rank, install, resolve
 
-ROWS = 10
-FROZEN = torch.arange(8, dtype=torch.int16)
+LONG_S = 1e9
+
+RETENTION = 2
+"""The job beside the two writers."""
 
 _WORLDS = itertools.count()
 
 
-def rows_of(value: int) -> torch.Tensor:
-    return torch.arange(ROWS, dtype=torch.float32) + 100 * value
-
-
-def state_of(value: int, rank: int, size: int) -> dict[str, Any]:
-    """One rank's part of a state that is told from all others by its ``value``."""
-    start, end = (ROWS * r // size for r in (rank, rank + 1))
-    return {
-        "w": cloudckpt.ShardedTensor(
-            rows_of(value)[start:end].clone(), (ROWS,), [cloudckpt.Piece([0], [start], [end - start])]
-        ),
-        "b": torch.full((3,), value),
-        "frozen": FROZEN,
-        "mine": cloudckpt.PerRank((rank, value)),
-        "value": value,
-    }
-
-
-def value_of(found: dict[str, Any]) -> int:
-    """Of a state as ``read`` returns it; fails where it is not, in all its parts, one that was saved."""
-    value = found["value"]
-    assert torch.equal(found["w"], rows_of(value)), found
-    assert torch.equal(found["b"], torch.full((3,), value)), found
-    assert torch.equal(found["frozen"], FROZEN), found
-    assert found["mine"] == [(rank, value) for rank in range(len(found["mine"]))], found
-    return int(value)
-
-
-@dataclass
-class Save:
-    """A save that was begun. ``took_effect``: the step was seen to have its value."""
-
-    step: int
-    value: int
-    overwrite: bool
-    took_effect: bool = False
-
-
 class Runs(RuleBasedStateMachine):
-    """Two writers, who know nothing of each other; and readers."""
+    """Two writers, who know nothing of each other, retention, and readers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.root = f"memory://runs-{next(_WORLDS)}"
         self.values = itertools.count(1)
         self.jobs: dict[int, Job] = {}
-        self.saves: dict[int, Save] = {}
-        """What each writer is at."""
-        self.steps: dict[int, int] = {}
-        """What is in the run: values by step."""
-        self.read: dict[Any, tuple[dict[str, Any], int]] = {}
-        """By manifest: the objects that were read, and the value that they have."""
+        self.doing: dict[int, Save | Prune] = {}
+        """What each of them is at."""
+        self.authors: dict[int, Job] = {}
+        """By value."""
+        self.is_sound = True
+        self.steps: Steps = {}
+        """What is in the run."""
+        self.read: dict[Any, tuple[dict[str, Any], Stored]] = {}
+        """By manifest: the objects that were read, and what they are."""
 
     def url(self, step: int) -> str:
         return f"{self.root}/{step_dir(step)}"
 
     writers = st.sampled_from([0, 1])
+    jobs_of_all = st.sampled_from([0, 1, RETENTION])
     sizes = st.integers(1, 3)
     steps_of_a_run = st.integers(1, 3)
     counts = st.integers(1, 30)
-    layouts = st.sampled_from(["packed", "packed", "zarr"])
+    manners = st.sampled_from([{"incremental": True}, {"incremental": True}, {}, {"layout": "zarr"}])
     faults = st.none() | st.builds(Fault, counts, st.sampled_from(["kill job", "kill rank", "refuse", "repeat"]))
 
     @rule(writer=writers, size=sizes, seed=st.integers(0, 1000))
@@ -103,28 +75,57 @@ class Runs(RuleBasedStateMachine):
         writer=writers,
         step=steps_of_a_run,
         overwrite=st.booleans(),
-        layout=layouts,
+        manner=manners,
         fault=faults,
         stop_after=st.none() | counts,
     )
-    def save(self, writer: int, step: int, overwrite: bool, layout: Any, fault: Fault | None, stop_after: int | None):
+    def save(
+        self,
+        writer: int,
+        step: int,
+        overwrite: bool,
+        manner: dict[str, Any],
+        fault: Fault | None = None,
+        stop_after: int | None = None,
+    ) -> None:
         """From the beginning to the end, or to where it is held."""
-        self.begin(writer, step, overwrite, layout, fault)
+        self.begin(writer, step, overwrite, manner, fault)
         self.go_on(writer, stop_after)
 
-    @rule(step=steps_of_a_run, overwrite=st.tuples(st.booleans(), st.booleans()), seed=st.integers(0, 1000))
-    def race(self, step: int, overwrite: tuple[bool, bool], seed: int) -> None:
-        """Both writers save one step at the same time."""
+    @rule(
+        steps=st.tuples(steps_of_a_run, steps_of_a_run),
+        overwrite=st.tuples(st.booleans(), st.booleans()),
+        manner=st.tuples(manners, manners),
+        keep_last=st.none() | st.integers(1, 2),
+        seed=st.integers(0, 1000),
+    )
+    def race(self, steps: Any, overwrite: Any, manner: Any, keep_last: int | None, seed: int) -> None:
+        """Both writers, and perhaps retention, at the same time."""
         dice = random.Random(seed)
         for writer in (0, 1):
-            self.begin(writer, step, overwrite[writer], "packed", None)
-        while self.saves:
-            self.go_on(dice.choice([*self.saves]), dice.randint(1, 10))
+            self.begin(writer, steps[writer], overwrite[writer], manner[writer])
+        if keep_last is not None:
+            self.begin_retention(keep_last, LONG_S)
+        while self.doing:
+            self.go_on(dice.choice([*self.doing]), dice.randint(1, 15))
 
-    def begin(self, writer: int, step: int, overwrite: bool, layout: Any, fault: Fault | None) -> None:
-        if self.job(writer).is_busy:
-            self.go_on(writer, None)
-        save = self.saves[writer] = Save(step, next(self.values), overwrite)
+    @rule(steps=st.tuples(steps_of_a_run, steps_of_a_run), stop_after=counts, manner=manners)
+    def be_overtaken(self, steps: tuple[int, int], stop_after: int, manner: dict[str, Any]) -> None:
+        """What an incremental save relies on is no longer the newest while it goes on, and not kept."""
+        self.save(0, steps[0], overwrite=True, manner={"incremental": True}, stop_after=stop_after)
+        self.save(1, steps[1], overwrite=True, manner=manner)
+        self.prune(keep_last=1)
+        self.finish(0)
+
+    def begin(
+        self, writer: int, step: int, overwrite: bool, manner: dict[str, Any], fault: Fault | None = None
+    ) -> None:
+        self.finish(writer)
+        job = self.job(writer)
+        is_new = job not in self.authors.values()
+        knows_all = is_new or all(self.authors[stored.value] is job for stored in self.steps.values())
+        first = dict(self.steps) if knows_all else None
+        self.doing[writer] = save = Save(step, next(self.values), overwrite, first)
 
         def saved(rank: Rank) -> Commit:
             return cloudckpt.save(
@@ -132,29 +133,59 @@ class Runs(RuleBasedStateMachine):
                 self.url(step),
                 step=step,
                 overwrite=overwrite,
-                layout=layout,
                 group=rank,
                 storage_options=rank.storage_options,
                 config=CONFIG,
+                policy=RunPolicy(),
+                **manner,
             )
 
-        self.job(writer).start(saved, fault)
+        self.authors[save.value] = job
+        job.start(saved, fault)
+
+    @rule(keep_last=st.integers(1, 2), fault=faults, stop_after=st.none() | counts)
+    def prune(self, keep_last: int, fault: Fault | None = None, stop_after: int | None = None) -> None:
+        """By a process of its own."""
+        self.begin_retention(keep_last, LONG_S, fault)
+        self.go_on(RETENTION, stop_after)
+
+    @precondition(lambda self: not self.doing)
+    @rule()
+    def sweep(self) -> None:
+        """Where nobody is at anything, all goes that is of use to nobody."""
+        self.begin_retention(1, 1e-9)
+        self.go_on(RETENTION, None)
+        used = {path for objects, _ in map(self.read.__getitem__, self.manifests().values()) for path in objects}
+        assert self.objects().keys() == used | self.manifests().keys()
+
+    def begin_retention(self, keep_last: int, orphan_age_s: float, fault: Fault | None = None) -> None:
+        self.finish(RETENTION)
+        job = self.jobs[RETENTION] = Job(1, 0)
+        self.doing[RETENTION] = Prune(keep_last, dict(self.steps))
+
+        def pruned(rank: Rank) -> Removal:
+            run = resolve(self.root, rank.storage_options)
+            return Retention(run, make_policies(keep_last, None), orphan_age_s=orphan_age_s).run()
+
+        job.start(pruned, fault)
 
     @precondition(lambda self: any(job.is_busy for job in self.jobs.values()))
-    @rule(writer=writers, num_events=st.none() | counts)
+    @rule(writer=jobs_of_all, num_events=st.none() | counts)
     def go_on(self, writer: int, num_events: int | None) -> None:
         job = self.jobs.get(writer)
         if job is None or not job.is_busy:
             return
+        self.is_sound = False
         job.advance(num_events)
-        self.look(self.saves[writer])
+        self.look(self.doing[writer])
         if not job.is_busy:
-            self.judge(job, self.saves.pop(writer))
+            self.doing.pop(writer).judge(job, self.steps)
             if job.dead:
                 del self.jobs[writer]
+        self.is_sound = True
 
     @precondition(lambda self: any(job.is_busy for job in self.jobs.values()))
-    @rule(writer=writers, rank=st.none() | st.integers(0, 2))
+    @rule(writer=jobs_of_all, rank=st.none() | st.integers(0, 2))
     def kill(self, writer: int, rank: int | None = None) -> None:
         """The whole job, or one rank of it, at the event where it is held."""
         job = self.jobs.get(writer)
@@ -180,8 +211,8 @@ class Runs(RuleBasedStateMachine):
                 assert isinstance(target, NotFoundError), target
                 continue
             assert isinstance(target, dict), target
-            right = state_of(self.steps[step], rank, size)
-            assert target["value"] == self.steps[step]
+            right = state_of(self.steps[step].value, rank, size)
+            assert target["value"] == right["value"]
             assert torch.equal(target["w"].local, right["w"].local)
             assert torch.equal(target["b"], right["b"])
             assert torch.equal(target["frozen"], FROZEN)
@@ -193,72 +224,61 @@ class Runs(RuleBasedStateMachine):
     def teardown(self) -> None:
         """All is finished, and nothing that happened is in the way of the next save."""
         try:
-            for writer in [*self.saves]:
-                self.go_on(writer, None)
-            self.jobs.clear()
-            self.save(0, 9, False, "packed", None, None)
-            assert self.steps[9]
+            if self.is_sound:
+                for writer in [*self.doing]:
+                    self.go_on(writer, None)
+                self.jobs.clear()
+                self.save(0, 9, overwrite=False, manner={"incremental": True})
+                assert self.steps[9]
         finally:
             for job in self.jobs.values():
                 job.kill()
                 job.advance()
             MemoryFileSystem(skip_instance_cache=True).rm(self.root, recursive=True)
 
+    def finish(self, writer: int) -> None:
+        if self.job(writer).is_busy:
+            self.go_on(writer, None)
+
     def job(self, writer: int) -> Job:
         return self.jobs.setdefault(writer, Job(2, 0))
 
-    def look(self, save: Save | None) -> None:
-        """See what is in the run now; ``save`` is what may have changed it."""
+    def look(self, doing: Save | Prune | None) -> None:
+        """See what is in the run now; ``doing`` is what may have changed it."""
         found = {}
         for path, file in self.objects().items():
             directory, _, name = path.rpartition("/")
             if name == MANIFEST:
                 step = parse_step(directory.rpartition("/")[2])
                 assert step is not None
-                found[step] = self.value_in(directory, file)
+                found[step] = self.stored(directory, file)
         changed = {step for step in found.keys() | self.steps.keys() if found.get(step) != self.steps.get(step)}
         if changed:
-            assert save is not None
-            assert changed == {save.step}, (changed, save)
-            assert found.get(save.step) == save.value, (found, save)
-            assert save.overwrite or save.step not in self.steps, (self.steps, save)
-            assert not save.took_effect, save
-            save.took_effect = True
+            assert doing is not None
+            doing.check(self.steps, found, changed)
         self.steps = found
 
-    def value_in(self, directory: str, manifest: Any) -> int:
-        """Of a committed checkpoint; it is read again if any of its objects is not the one that was read before."""
+    def stored(self, directory: str, manifest: Any) -> Stored:
+        """A committed checkpoint; it is read again if any of its objects is not the one that was read before."""
         if manifest in self.read:
-            objects, value = self.read[manifest]
+            objects, stored = self.read[manifest]
             if all(MemoryFileSystem.store.get(path) is file for path, file in objects.items()):
-                return value
+                return stored
         url = f"memory:/{directory}"
         value = value_of(cloudckpt.read(url, config=CONFIG))
-        paths = [f"{directory}/{entry.key}" for entry in decode_manifest(manifest.getvalue(), url).objects]
-        self.read[manifest] = ({path: MemoryFileSystem.store[path] for path in paths}, value)
-        return value
+        document = decode_manifest(manifest.getvalue(), url).document
+        paths = [posixpath.normpath(f"{directory}/{entry.key}") for entry in document.objects]
+        stored = Stored(value, (document.branch, document.step))
+        self.read[manifest] = ({path: MemoryFileSystem.store[path] for path in paths}, stored)
+        return stored
+
+    def manifests(self) -> dict[str, Any]:
+        return {path: file for path, file in self.objects().items() if path.endswith(f"/{MANIFEST}")}
 
     def objects(self) -> dict[str, Any]:
         """All that is stored. An object that was replaced is another one."""
         root = MemoryFileSystem._strip_protocol(self.root)
         return {path: file for path, file in MemoryFileSystem.store.items() if path.startswith(f"{root}/")}
-
-    def judge(self, job: Job, save: Save) -> None:
-        """What a save told its caller is what it did."""
-        outcomes = [job.outcomes.get(rank) for rank in range(job.size)]
-        for outcome in outcomes:
-            if isinstance(outcome, Commit):
-                assert save.took_effect
-            elif isinstance(outcome, AlreadyCommittedError):
-                assert not save.took_effect
-                assert not save.overwrite
-            elif outcome is not None:
-                assert isinstance(outcome, RankError | StoreError), repr(outcome)
-        survivors = [outcome for rank, outcome in enumerate(outcomes) if rank not in job.dead]
-        assert None not in survivors
-        if job.fault is None and not job.dead:
-            assert save.took_effect or all(isinstance(o, CloudckptError) for o in survivors)
-            assert all(isinstance(o, Commit | AlreadyCommittedError) for o in survivors), survivors
 
 
 @pytest.mark.timeout(1200)  # what fails is made smaller first

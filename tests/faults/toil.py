@@ -23,6 +23,7 @@ from cloudckpt.format.keys import step_dir
 CONFIG = Config(chunk_bytes=1024, pack_bytes=2100, num_threads=3, rank_timeout_s=1.0, retry_deadline_s=10.0)
 NUMEL = 600
 NUM_STEPS = 6
+KEEP_LAST = 3
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,36 @@ def _async(toil: Toil, step: int, state: dict[str, Any], **arguments: Any) -> No
     pending.result()
 
 
+def _run(toil: Toil, step: int, state: dict[str, Any]) -> None:
+    """As a job does that keeps few steps, which are removed while it goes on."""
+    with cloudckpt.Checkpointer(
+        toil.run, storage_options=toil.options, keep_last=KEEP_LAST, incremental=True, config=CONFIG
+    ) as run:
+        run.save(step, state, overwrite=True)
+        pending = run.async_save(step, state, overwrite=True)
+        assert pending is not None
+        pending.result()
+
+
+def _copy(toil: Toil, step: int, state: dict[str, Any]) -> None:
+    _save(toil, step, state, overwrite=True)
+    source, target = (f"{run}/{step_dir(step)}" for run in (toil.run, copy_of(toil.run)))
+    options = {"src_options": toil.options, "dst_options": toil.options}
+    cloudckpt.copy(source, target, overwrite=True, progress=False, config=CONFIG, **options)
+
+
+def copy_of(run: str) -> str:
+    return f"{run}-copy"
+
+
 WAYS: dict[str, Callable[[Toil, int, dict[str, Any]], None]] = {
     "save": lambda *args: _save(*args, overwrite=True),
     "zarr": lambda *args: _save(*args, overwrite=True, layout="zarr"),
+    "incremental": lambda *args: _save(*args, overwrite=True, incremental=True),
     "thread": lambda *args: _async(*args, overwrite=True),
     "process": lambda *args: _async(*args, overwrite=True, executor="process"),
+    "run": _run,
+    "copy": _copy,
 }
 
 
@@ -153,28 +179,39 @@ def await_one_more(toil: Toil, what: str) -> None:
 
 @dataclass
 class Ledger:
-    """What may be in a run, by what its jobs have written down: values by step, None for nothing."""
+    """What may be in a run, by what its jobs have written down: values by step, None for nothing.
 
+    ``ways``: those that write to the run. ``keep_last``: how many of the newest steps nobody removes; None: all.
+    """
+
+    ways: Sequence[str]
+    keep_last: int | None = None
     allowed: dict[int, set[int | None]] = field(default_factory=dict)
     cut_off: list[str] = field(default_factory=list)
-    """What was being done when a job was killed, and whether it was done all the same."""
+    """What was being done when a job was killed."""
+    _newest: list[int] = field(default_factory=list)
+    """Steps that are there, last first."""
 
     def expected(self, step: int) -> set[int | None]:
         return self.allowed.get(step, {None})
 
     def take(self, logs: Sequence[Path]) -> None:
-        """The logs of a job that is no more, by rank; they are removed. What one rank saw the end of is done."""
+        """The logs of a job that is no more, by rank. What one rank saw the end of is done."""
         lines = [line for path in logs if path.exists() for line in map(json.loads, path.read_text().splitlines())]
-        for path in logs:
-            path.unlink(missing_ok=True)
         ended = {value for what, _, _, value in lines if what == "end"}
-        for value, step, way in sorted({(value, step, way) for what, way, step, value in lines}):
+        begun = sorted({(value, step, way) for _, way, step, value in lines if way in self.ways})
+        for value, step, way in begun:
             if value in ended:
                 self.allowed[step] = {value}
             else:
                 self.cut_off.append(way)
                 self.allowed[step] = self.expected(step) | {value}
+            self._newest = [step, *(other for other in self._newest if other != step)]
+            for old in self._newest[self.keep_last :] if self.keep_last else ():
+                self.allowed[old] = self.expected(old) | {None}
 
     def settle(self, step: int, found: int | None) -> None:
         assert found in self.expected(step), f"step {step}: found {found}, not one of {self.expected(step)}"
         self.allowed[step] = {found}
+        if found is None:
+            self._newest = [other for other in self._newest if other != step]
