@@ -191,6 +191,8 @@ class Ledger:
     """What was being done when a job was killed."""
     _newest: list[int] = field(default_factory=list)
     """Steps that are there, last first."""
+    _undecided: dict[int, int] = field(default_factory=dict)
+    """What was being saved when the last job was killed."""
 
     def expected(self, step: int) -> set[int | None]:
         return self.allowed.get(step, {None})
@@ -203,15 +205,24 @@ class Ledger:
         for value, step, way in begun:
             if value in ended:
                 self.allowed[step] = {value}
+                self._put_first(step)
             else:
                 self.cut_off.append(way)
                 self.allowed[step] = self.expected(step) | {value}
-            self._newest = [step, *(other for other in self._newest if other != step)]
-            for old in self._newest[self.keep_last :] if self.keep_last else ():
+                self._undecided[step] = value
+        if_all_were_done = [*self._undecided, *(step for step in self._newest if step not in self._undecided)]
+        for newest in (self._newest, if_all_were_done):
+            for old in newest[self.keep_last :] if self.keep_last else ():
                 self.allowed[old] = self.expected(old) | {None}
 
     def settle(self, step: int, found: int | None) -> None:
         assert found in self.expected(step), f"step {step}: found {found}, not one of {self.expected(step)}"
         self.allowed[step] = {found}
+        undecided = self._undecided.pop(step, None)
         if found is None:
             self._newest = [other for other in self._newest if other != step]
+        elif found == undecided:
+            self._put_first(step)
+
+    def _put_first(self, step: int) -> None:
+        self._newest = [step, *(other for other in self._newest if other != step)]
