@@ -15,6 +15,7 @@ import cloudckpt
 from cloudckpt.config import Config
 from cloudckpt.errors import CorruptChunkError, FormatError, RankError
 from cloudckpt.format.box import Box
+from cloudckpt.format.keys import step_dir
 from cloudckpt.verify import verify
 from tests.faults.flips import Flip, flips, manifest_of, regions
 from tests.interop import saved
@@ -81,6 +82,12 @@ def checkpoints(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> di
     }.items():
         cloudckpt.save(state(), root / name, config=CONFIG, **arguments)
     found = {path.name: (path, state()) for path in sorted(root.iterdir())}
+    for step in (1, 2):
+        # Of the second step most lies in the first.
+        changed = {"half": state()["half"] * step, "step": step}
+        url = root / "run" / step_dir(step)
+        cloudckpt.save({**state(), **changed}, url, step=step, incremental=True, config=CONFIG)
+    found["incremental"] = (url, {**state(), **changed})
     ranks.run(4, saved.save_irregular, str(root / "ranks"), "packed", None)
     irregular = {"w": torch.from_numpy(saved.IRREGULAR), "raw": torch.from_numpy(saved.IRREGULAR_RAW)}
     found["ranks"] = (root / "ranks", {**irregular, "raw": irregular["raw"].view(torch.complex32)})
@@ -89,7 +96,7 @@ def checkpoints(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> di
 
 @COUNTS
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["packed", "zstd", "zarr", "zarr-zstd", "ranks"])
+@pytest.mark.parametrize("name", ["packed", "zstd", "zarr", "zarr-zstd", "incremental", "ranks"])
 def test_every_flipped_bit_is_found(checkpoints, name: str, count: int):
     url, full = checkpoints[name]
     seen: Counter[str] = Counter()
