@@ -23,7 +23,7 @@ test: $(SETUP)  ## all tests but the long ones; starts the servers that they nee
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-long: $(SETUP)  ## the long tests
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m long -o faulthandler_timeout=900  # dumping the stacks of busy threads can crash
 
 test-compose:  ## the S3 tests against MinIO, in containers
 	COMPOSE="$(COMPOSE)" docker/test-compose.sh
