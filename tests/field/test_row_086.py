@@ -121,7 +121,7 @@ def test_a_chunk_that_two_ranks_or_none_wrote_is_named(change: int, fault: str):
         (ObjectEntry(key="a/p", nbytes=1, crc32c=0, rank=0),), chunks, zeros, zeros, zeros, zeros.astype(np.uint32)
     )
     arrays = ArrayPlan((LeafSpec("w", ("w",), "float32", spec.shape),), ("w",), plan, None)
-    blueprint = Blueprint("a", 1, "packed", arrays, {}, (), {}, 1)
+    blueprint = Blueprint("a", 1, None, "packed", arrays, {}, (), {}, world_size=1, topology=None)
     box = plan.grids[0].box(victim)
     with pytest.raises(InvalidStateError, match=f"'w'.*{fault}") as caught:
         assemble(blueprint, [receipt])
