@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from cloudckpt.pytorch.group import Group, make_group
 from cloudckpt.pytorch.ranks import Ranks
 from cloudckpt.pytorch.sharing import ExchangeMode, Groups, Prepared, Scope, Shared, describe, prepare, share
 from cloudckpt.pytorch.targets import ChunkPlaces
-from cloudckpt.pytorch.wishes import NOTHING_SHARED, Wish, judge, pack_bits, unpack_bits
+from cloudckpt.pytorch.wishes import NOTHING_SHARED, Verdict, Wish, judge, pack_bits, unpack_bits
 from cloudckpt.store.base import Store
 from cloudckpt.store.closing import counted_and_closed
 from cloudckpt.store.paths import mask
@@ -39,6 +39,10 @@ from cloudckpt.transfer.download import Admit, OpenSink, download, effective_rea
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+T = TypeVar("T")
+R = TypeVar("R")
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,47 @@ class LoadReport:
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
     resized: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     migrated: list[str | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Request:
+    """What load() was called with."""
+
+    state: Any
+    url: str
+    strict: bool
+    cast: Cast
+    exchange: ExchangeMode
+    exchange_scope: Scope
+    rules: ShardingRules | None
+    rename: Rules | None
+    model_version: str | None
+    resize: Resizes | None
+    groups: Groups | None
+    allow_pickle: bool
+    progress: Progress
+    config: Config
+
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """What a rank makes before it knows what is stored."""
+
+    store: Store
+    describer: Describer
+
+
+@dataclass(frozen=True, eq=False)
+class _Compared:
+    """What a rank keeps of the comparison. ``stored``: all leaves, under the names that the target has.
+
+    ``prepared``: None where something differs that no option forgives.
+    """
+
+    match: Match
+    stored: Sequence[TreePath]
+    migrated: list[str | None]
+    prepared: Prepared | None
 
 
 @dataclass(frozen=True)
@@ -129,105 +174,56 @@ def load(
     """
     config = config or Config()
     ranks = make_group(group, config.rank_timeout_s)
+    request = _Request(
+        state=state,
+        url=os.fspath(url),
+        strict=strict,
+        cast=cast,
+        exchange=exchange,
+        exchange_scope=exchange_scope,
+        rules=rules,
+        rename=rename,
+        model_version=model_version,
+        resize=resize,
+        groups=groups,
+        allow_pickle=allow_pickle,
+        progress=progress,
+        config=config,
+    )
     opened: list[Store] = []
-    describers: list[Describer] = []
-    arguments = {"url": os.fspath(url), "strict": strict, "exchange": exchange, "exchange_scope": exchange_scope}
 
-    def begin() -> None:
+    def begin() -> tuple[_Source, None]:
         _check_options(exchange, exchange_scope)
-        describers.append(Describer(rules, ranks.rank, ranks.size))
+        describer = Describer(rules, ranks.rank, ranks.size)
         check_root(state)
         opened.append(resolve(url, storage_options, config))
+        return _Source(opened[0], describer), None
 
-    text = mask(os.fspath(url))
-    with recorded("load", text, ranks.rank, ranks.size) as recorder, counted_and_closed(opened, recorder):
+    with (
+        recorded("load", mask(request.url), ranks.rank, ranks.size) as recorder,
+        counted_and_closed(opened, recorder),
+    ):
         with recorder.stage("manifest"):
-            data = ranks.round(begin, lambda _: catalog.read_manifest_bytes(opened[0]))
-            store = opened[0]
-            manifest = decode_manifest(data, store.url)
+            source, data = _round(ranks, begin, lambda own, _: catalog.read_manifest_bytes(own.store))
+            manifest = decode_manifest(data, source.store.url)
         recorder.step = manifest.document.step
-        stored_version = manifest.document.model_version
-        stored: list[TreePath] = []  # under the names that the target has
-        led_through: list[str | None] = []
-        matches: list[Match] = []
-        prepared: list[Prepared] = []
-
-        def compare() -> Wish:
-            changes = Changes.of(cast, resize)
-            migrations = migrations_between(stored_version, model_version, store.url)
-            view = renamed(manifest, rename, changes, migrations)
-            led_through.extend([stored_version, *(step.to_version for step in migrations)] if migrations else ())
-            stored.extend(path for path, _ in leaves(view.tree))
-            match = match_state(
-                state,
-                manifest,
-                rank=ranks.rank,
-                world_size=ranks.size,
-                allow_pickle=allow_pickle,
-                describer=describers[0],
-                view=view,
-            )
-            matches.append(match)
-            asked = np.array([path in match.asked for path in stored], dtype=bool)
-            own = {
-                "rules": None if rules is None else rules.digest,
-                "changes": str(changes),
-                "rename": describe_rules(rename, view),
-            }
-            settings = tuple((arguments | own | asdict(config)).items())
-            sharing = None
-            if match.problems.is_readable:
-                prepared.append(prepare(manifest, match, ranks, groups, read_bytes=effective_read_bytes(config)))
-                if exchange != "none" and isinstance(ranks, Ranks):
-                    sharing = describe(prepared[0], manifest, ranks)
-            return Wish(
-                pack_bits(asked),
-                match.problems,
-                settings,
-                match.has_objects,
-                tuple(sorted(describers[0].matched)),
-                frozenset(match.patterns),
-                match.cast,
-                match.resized,
-                sharing,
-                match.declared,
-            )
-
         with recorder.stage("compare"):
-            verdict = ranks.round(
-                compare, lambda wishes: judge(wishes, stored, store.url, strict=strict, rules=rules, resize=resize)
+            compared, verdict = _round(
+                ranks,
+                lambda: _compare(request, ranks, source, manifest),
+                lambda own, wishes: judge(
+                    wishes, own.stored, source.store.url, strict=strict, rules=rules, resize=resize
+                ),
             )
-        shared, reason = None, verdict.reason
+        assert compared.prepared is not None, "judge() raises where it is"
         with recorder.stage("plan"):
-            if verdict.agreement is not None:
-                assert isinstance(ranks, Ranks)
-                half = config.memory_bytes // 2
-                shared = share(ranks, prepared[0], verdict.agreement, exchange, exchange_scope, buffer_bytes=half)
-                reason = NOTHING_SHARED if shared is None else "chunks are wanted by several ranks"
-        report = _read(
-            ranks,
-            store,
-            manifest,
-            prepared[0],
-            shared,
-            reason,
-            progress,
-            config,
-            recorder,
-            is_last=not verdict.has_objects,
-        )
-        report = replace(
-            report,
-            missing=verdict.missing,
-            unexpected=verdict.unexpected,
-            cast=verdict.cast,
-            resized=verdict.resized,
-            migrated=led_through,
-        )
+            shared = _share(request, ranks, compared.prepared, verdict)
+        read = _read(request, ranks, source.store, manifest, compared.prepared, shared, recorder, verdict)
+        report = replace(read, migrated=compared.migrated)
 
         @recorder.stage("finish")
         def finish() -> None:
-            matches[0].finish()
+            compared.match.finish()
 
         if verdict.has_objects:  # load_state_dict() may fail on one rank only
             return ranks.round(finish, lambda _: report, is_last=True)
@@ -242,59 +238,113 @@ def _check_options(exchange: str, scope: str) -> None:
         raise InvalidStateError(f"exchange_scope must be 'world' or 'node', not {scope!r}")
 
 
+def _round(ranks: Group, part: Callable[[], tuple[K, T]], combine: Callable[[K, Sequence[T]], R]) -> tuple[K, R]:
+    """A round of which each rank keeps something for itself: the first of what ``part`` gives.
+
+    ``combine`` gets what the coordinator keeps, too.
+    """
+    kept: list[K] = []
+
+    def told() -> T:
+        own, told = part()
+        kept.append(own)
+        return told
+
+    outcome = ranks.round(told, lambda parts: combine(kept[0], parts))
+    return kept[0], outcome
+
+
+def _compare(request: _Request, ranks: Group, source: _Source, manifest: Manifest) -> tuple[_Compared, Wish]:
+    """What this rank's target asks for, and what the others must know of it. Nothing is changed."""
+    config, rules = request.config, request.rules
+    stored_version = manifest.document.model_version
+    changes = Changes.of(request.cast, request.resize)
+    migrations = migrations_between(stored_version, request.model_version, source.store.url)
+    view = renamed(manifest, request.rename, changes, migrations)
+    match = match_state(
+        request.state,
+        manifest,
+        rank=ranks.rank,
+        world_size=ranks.size,
+        allow_pickle=request.allow_pickle,
+        describer=source.describer,
+        view=view,
+    )
+    prepared, sharing = None, None
+    if match.problems.is_readable:
+        prepared = prepare(manifest, match, ranks, request.groups, read_bytes=effective_read_bytes(config))
+        if request.exchange != "none" and isinstance(ranks, Ranks):
+            sharing = describe(prepared, manifest, ranks)
+    alike = {
+        "url": request.url,
+        "strict": request.strict,
+        "exchange": request.exchange,
+        "exchange_scope": request.exchange_scope,
+        "rules": None if rules is None else rules.digest,
+        "changes": str(changes),
+        "rename": describe_rules(request.rename, view),
+        **asdict(config),
+    }
+    stored = [path for path, _ in leaves(view.tree)]
+    wish = Wish(
+        asked=pack_bits(np.array([path in match.asked for path in stored], dtype=bool)),
+        problems=match.problems,
+        arguments=tuple(alike.items()),
+        has_objects=match.has_objects,
+        matched=tuple(sorted(source.describer.matched)),
+        patterns=frozenset(match.patterns),
+        cast=match.cast,
+        resized=match.resized,
+        sharing=sharing,
+        declared=match.declared,
+    )
+    migrated = [stored_version, *(step.to_version for step in migrations)] if migrations else []
+    return _Compared(match, stored, migrated, prepared), wish
+
+
+def _share(request: _Request, ranks: Group, prepared: Prepared, verdict: Verdict) -> Shared | None:
+    """The plan to read each byte once; None where each rank reads what it wants."""
+    if verdict.agreement is None:
+        return None
+    assert isinstance(ranks, Ranks)
+    half = request.config.memory_bytes // 2
+    return share(ranks, prepared, verdict.agreement, request.exchange, request.exchange_scope, buffer_bytes=half)
+
+
 def _read(
+    request: _Request,
     ranks: Group,
     store: Store,
     manifest: Manifest,
     prepared: Prepared,
     shared: Shared | None,
-    reason: str,
-    progress: Progress,
-    config: Config,
     recorder: Recorder,
-    *,
-    is_last: bool,
+    verdict: Verdict,
 ) -> LoadReport:
+    """Fill all tensors, and tell what that took on all ranks."""
     num_chunks = manifest.document.chunks.count
 
     def fetch() -> _Result:
         before = store.counts
         with recorder.stage("read"):
-            sent = read()
+            sent = _fill(request, ranks, store, manifest, prepared, shared)
         counts = store.counts
         touched = np.zeros(num_chunks, dtype=bool)
         touched[prepared.alone.parts.chunk] = True
         fetched = counts.bytes_fetched - before.bytes_fetched
         return _Result(pack_bits(touched), fetched, sent, counts.requests, recorder.seconds)
 
-    def read() -> int:
-        """Returns the bytes that were passed on."""
-        transfer = partial(_transfer, store, manifest, ranks=ranks, progress=progress)
-        if shared is None:
-            places = ChunkPlaces(manifest, prepared.targets, prepared.alone.parts)
-            transfer(prepared.alone.reads, places.open_sink, config=config, staged_bytes=places.staged_bytes)
-            return 0
-        # One half of the budget for what is being read, the other for what is being passed on.
-        half = replace(config, memory_bytes=max(1, config.memory_bytes // 2))
-        return run_exchange(
-            manifest,
-            prepared.targets,
-            shared,
-            lambda it: transfer(
-                it.reads, it.open_sink, config=half, admit=it.admit, staged_bytes=it.places.staged_bytes
-            ),
-            # Reads end with their rounds: several a round, so that enough are in flight.
-            read_bytes=min(ROUND_BYTES // 2, effective_read_bytes(half)),
-        )
-
     def summarise(results: Sequence[_Result]) -> LoadReport:
         touched = np.zeros(num_chunks, dtype=bool)
         for result in results:
             touched |= unpack_bits(result.touched, num_chunks)
+        reason = verdict.reason
+        if verdict.agreement is not None:
+            reason = NOTHING_SHARED if shared is None else "chunks are wanted by several ranks"
         return LoadReport(
             step=manifest.document.step,
-            missing=[],
-            unexpected=[],
+            missing=verdict.missing,
+            unexpected=verdict.unexpected,
             bytes_needed=int(manifest.columns.nbytes[touched].sum()),
             bytes_fetched=sum(r.bytes_fetched for r in results),
             bytes_sent=sum(r.bytes_sent for r in results),
@@ -302,9 +352,38 @@ def _read(
             seconds=slowest([result.seconds for result in results]),
             exchange="none" if shared is None else shared.plan.kind,
             exchange_reason=reason,
+            cast=verdict.cast,
+            resized=verdict.resized,
         )
 
-    return ranks.round(fetch, summarise, is_last=is_last)
+    return ranks.round(fetch, summarise, is_last=not verdict.has_objects)
+
+
+def _fill(
+    request: _Request,
+    ranks: Group,
+    store: Store,
+    manifest: Manifest,
+    prepared: Prepared,
+    shared: Shared | None,
+) -> int:
+    """Returns the bytes that were passed on."""
+    config = request.config
+    transfer = partial(_transfer, store, manifest, ranks=ranks, progress=request.progress)
+    if shared is None:
+        places = ChunkPlaces(manifest, prepared.targets, prepared.alone.parts)
+        transfer(prepared.alone.reads, places.open_sink, config=config, staged_bytes=places.staged_bytes)
+        return 0
+    # One half of the budget for what is being read, the other for what is being passed on.
+    half = replace(config, memory_bytes=max(1, config.memory_bytes // 2))
+    return run_exchange(
+        manifest,
+        prepared.targets,
+        shared,
+        lambda it: transfer(it.reads, it.open_sink, config=half, admit=it.admit, staged_bytes=it.places.staged_bytes),
+        # Reads end with their rounds: several a round, so that enough are in flight.
+        read_bytes=min(ROUND_BYTES // 2, effective_read_bytes(half)),
+    )
 
 
 def _transfer(
