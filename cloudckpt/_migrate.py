@@ -14,9 +14,10 @@ from cloudckpt._write import Commit, remove_written
 from cloudckpt.checkpoint import Checkpoint, open_checkpoint
 from cloudckpt.config import Config
 from cloudckpt.errors import CloudckptError, InvalidStateError
+from cloudckpt.format.document import ObjectEntry
 from cloudckpt.format.dtypes import dtype
 from cloudckpt.format.keys import new_attempt
-from cloudckpt.format.manifest import Manifest, ObjectEntry
+from cloudckpt.format.manifest import Manifest
 from cloudckpt.plan.migrations import migrations_between
 from cloudckpt.plan.reads import StoredChunks, plan_load
 from cloudckpt.plan.rename import Rules, renamed

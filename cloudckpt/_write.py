@@ -14,7 +14,8 @@ from cloudckpt.config import Config
 from cloudckpt.errors import AlreadyCommittedError, CloudckptError, RankError, StoreError
 from cloudckpt.format import values as plain
 from cloudckpt.format.codec import Bytes1D
-from cloudckpt.format.manifest import Manifest, ObjectEntry
+from cloudckpt.format.document import ObjectEntry
+from cloudckpt.format.manifest import Manifest
 from cloudckpt.leases import HeldLease
 from cloudckpt.plan.names import check_found
 from cloudckpt.plan.rules import ShardingRules

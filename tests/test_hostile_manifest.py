@@ -10,7 +10,8 @@ import torch
 import cloudckpt
 from cloudckpt import catalog
 from cloudckpt.errors import FormatError
-from cloudckpt.format.manifest import ChunkColumns, ChunkTable, Document, Manifest, decode_manifest
+from cloudckpt.format.document import ChunkColumns, ChunkTable, Document
+from cloudckpt.format.manifest import Manifest, decode_manifest
 from cloudckpt.store.resolve import resolve
 from cloudckpt.verify import verify
 

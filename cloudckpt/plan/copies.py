@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from cloudckpt.format.document import ObjectEntry
 from cloudckpt.format.keys import split_key
-from cloudckpt.format.manifest import Manifest, ObjectEntry
+from cloudckpt.format.manifest import Manifest
 
 
 def moved_objects(manifest: Manifest) -> tuple[ObjectEntry, ...]:

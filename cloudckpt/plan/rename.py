@@ -24,7 +24,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 from cloudckpt.errors import FormatError, InvalidStateError
-from cloudckpt.format.manifest import MAX_DIMS, Manifest
+from cloudckpt.format.document import MAX_DIMS
+from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.tree import Node, TreePath, array_leaves, is_array, leaves, path_text
 from cloudckpt.plan import recorded, virtual
 from cloudckpt.plan.changes import Changes, fits

@@ -11,8 +11,8 @@ import torch
 
 from cloudckpt.errors import CloudckptError, FormatError, InvalidStateError
 from cloudckpt.format import values
+from cloudckpt.format.document import MAX_DIMS
 from cloudckpt.format.dtypes import DTYPES, numpy_dtype
-from cloudckpt.format.manifest import MAX_DIMS
 from cloudckpt.format.scalars import pack_bytes, unpack_bytes
 from cloudckpt.format.tree import MAX_RANKS, values_by_rank
 from cloudckpt.pytorch.module_names import object_state

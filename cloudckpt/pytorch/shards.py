@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.box import Box
 from cloudckpt.format.codec import Bytes1D
+from cloudckpt.format.document import MeshEntry
 from cloudckpt.format.dtypes import DTYPES, QUANTISED, from_numpy, numpy_name
-from cloudckpt.format.manifest import MeshEntry
 from cloudckpt.plan.shard import (
     PLACED,
     UNPLACED,

@@ -11,7 +11,7 @@ import torch
 
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format import values
-from cloudckpt.format.manifest import MeshEntry
+from cloudckpt.format.document import MeshEntry
 from cloudckpt.format.scalars import MAX_BARE_INT
 from cloudckpt.format.tree import key_token
 from cloudckpt.plan.shard import PieceTable

@@ -16,19 +16,19 @@ import numpy.typing as npt
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format import values
 from cloudckpt.format.codec import DIGEST_BYTES
-from cloudckpt.format.dtypes import dtype
-from cloudckpt.format.keys import chunk_key
-from cloudckpt.format.manifest import (
+from cloudckpt.format.document import (
     FORMAT,
     VERSION,
     ArrayEntry,
     ChunkColumns,
     ChunkTable,
     Document,
-    Manifest,
     MeshEntry,
     ObjectEntry,
 )
+from cloudckpt.format.dtypes import dtype
+from cloudckpt.format.keys import chunk_key
+from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.zarr_json import array_document, encode_document, group_document
 from cloudckpt.plan.tree import LeafSpec
 from cloudckpt.plan.writes import SavePlan

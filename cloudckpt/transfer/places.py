@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cloudckpt.format.codec import DIGEST_BYTES
+from cloudckpt.format.document import ObjectEntry
 from cloudckpt.format.grid import Ints
 from cloudckpt.format.keys import key_in_run, key_seen_from
-from cloudckpt.format.manifest import Manifest, ObjectEntry
+from cloudckpt.format.manifest import Manifest
 
 DigestColumn = npt.NDArray[np.uint8]
 """One row of `DIGEST_BYTES` a chunk."""

@@ -21,9 +21,9 @@ import numpy as np
 
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format import values as plain
+from cloudckpt.format.document import MeshEntry
 from cloudckpt.format.dtypes import dtype
 from cloudckpt.format.keys import new_attempt
-from cloudckpt.format.manifest import MeshEntry
 from cloudckpt.format.tree import is_per_rank
 from cloudckpt.plan.rules import ShardingRules, check_all_matched
 from cloudckpt.plan.shard import PieceTable, TensorSpec

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from cloudckpt.config import Config
 from cloudckpt.errors import InterruptedTransferError
 from cloudckpt.format.codec import Bytes1D, EncodedChunk, checksum, chunk_digest, encode_chunk
+from cloudckpt.format.document import ObjectEntry
 from cloudckpt.format.grid import Ints
 from cloudckpt.format.keys import pack_key, plain_root
-from cloudckpt.format.manifest import ObjectEntry
 from cloudckpt.format.pack import PackBuilder
 from cloudckpt.store.base import Buffer, Store, Upload, UploadBrokenError
 from cloudckpt.store.retry import Backoff

@@ -17,7 +17,7 @@ import torch
 
 import cloudckpt
 from cloudckpt.errors import FormatError
-from cloudckpt.format.manifest import VERSION
+from cloudckpt.format.document import VERSION
 from cloudckpt.verify import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -14,7 +14,7 @@ import pytest
 
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.box import Box
-from cloudckpt.format.manifest import ObjectEntry
+from cloudckpt.format.document import ObjectEntry
 from cloudckpt.plan.reads import StoredChunks, plan_load
 from cloudckpt.plan.shard import PieceTable, TensorSpec
 from cloudckpt.plan.tree import LeafSpec

@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from cloudckpt.format.manifest import Manifest, ObjectEntry
+from cloudckpt.format.document import ObjectEntry
+from cloudckpt.format.manifest import Manifest
 from cloudckpt.plan.copies import moved_objects
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from cloudckpt.errors import FormatError, InvalidStateError
 from cloudckpt.format import values
-from cloudckpt.format.manifest import ArrayEntry, ChunkTable, Document, Manifest
+from cloudckpt.format.document import ArrayEntry, ChunkTable, Document
+from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.tree import leaves, path_text
 from cloudckpt.plan.rename import Concatenate, Rules, Split, Stack, Transpose, Unstack, View, describe_rules, renamed
 

@@ -29,7 +29,8 @@ from cloudckpt.errors import (
     RankError,
     StoreError,
 )
-from cloudckpt.format.manifest import ChunkColumns, Document, Manifest
+from cloudckpt.format.document import ChunkColumns, Document
+from cloudckpt.format.manifest import Manifest
 from tests.ranks import RankPool
 from tests.servers.process import S3Server
 from tests.sharding import error_of, make_mesh

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.box import Box
-from cloudckpt.format.manifest import MeshEntry
+from cloudckpt.format.document import MeshEntry
 from cloudckpt.format.tree import key_token
 from cloudckpt.format.values import encode
 from cloudckpt.plan.shard import PieceTable
