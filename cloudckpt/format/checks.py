@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from cloudckpt.errors import FormatError
+from cloudckpt.format.array_names import check_name
 from cloudckpt.format.codec import DIGEST_BYTES
 from cloudckpt.format.document import COLUMNS, MAX_BYTES, MAX_DIMS, ArrayEntry, ChunkColumns, ChunkTable, Document
 from cloudckpt.format.dtypes import dtype
 from cloudckpt.format.grid import EncodedCuts, Grid
-from cloudckpt.format.keys import MAX_STEP, check_key, check_name, is_of_attempt
+from cloudckpt.format.keys import MAX_STEP, check_key, is_of_attempt
 from cloudckpt.format.tree import MAX_RANKS, array_leaves, children, path_text, per_rank_leaves, values_by_rank
 from cloudckpt.format.values import MAX_DEPTH
 

@@ -1,36 +1,27 @@
-"""The only place where object keys and array names are built and parsed."""
+"""The only place where object keys are built and parsed; the names of arrays in them: `array_names`."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 import secrets
-import struct
-from collections import Counter
-from collections.abc import Hashable, Sequence
 
 from cloudckpt.errors import FormatError, InvalidStateError
-from cloudckpt.format.values import dotted
 
 MANIFEST = "manifest.json"
 PIN = "keep"
 """The key, relative to a checkpoint, of the object that keeps retention from removing it."""
 
-MAX_NAME_BYTES = 160
 _MAX_STEP_DIGITS = 18
 MAX_STEP = 10**_MAX_STEP_DIGITS - 1
-_DIGEST_HEX = 16
-_STEM_BYTES = MAX_NAME_BYTES - 1 - _DIGEST_HEX
 
 _SIBLING = re.compile(r"\.\./([^/]*)/(.*)", re.DOTALL)
 _STEP = re.compile(rf"step-([0-9]{{1,{_MAX_STEP_DIGITS}}})")
 _LEASE = re.compile(r"([^/]+)/([0-9a-f]{12})/lease")
 _ATTEMPT = re.compile(r"([0-9a-f]{12})(\.zarr|\.sync)?/.*", re.DOTALL)
 _SCRATCH = re.compile(r"(.*/)?\.cloudckpt-(probe|clock|tmp)-.*", re.DOTALL)
-_HASHED = re.compile(rf".*-[0-9a-fA-F]{{{_DIGEST_HEX}}}", re.DOTALL)
 _CHUNK = re.compile(r"(.+)/c((?:/(?:0|[1-9][0-9]{0,17}))*)")
 _SYNC = re.compile(r"([0-9a-f]{12}\.sync)(?:/.*)?", re.DOTALL)
-_UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _KEY_FAULTS = {
     "has a control character or a lone surrogate": re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]"),
     "has a backslash": re.compile(r"\\"),
@@ -38,15 +29,6 @@ _KEY_FAULTS = {
     "has an empty, '.' or '..' part": re.compile(r"(\A|/)\.{0,2}(/|\Z)"),
     "is longer than 1024 characters": re.compile(r"(?s).{1025}"),  # S3's limit
 }
-_NAME_FAULTS = {
-    f"is empty or longer than {MAX_NAME_BYTES} characters": re.compile(rf"(?s)\A\Z|.{{{MAX_NAME_BYTES + 1}}}"),
-    "has a character other than A-Z a-z 0-9 . _ -": _UNSAFE,
-    "begins with '.' or '__', ends in '.' or has '..'": re.compile(r"\A(\.|__)|\.\Z|\.\."),
-}
-# "c" and "zarr.json" would be read as chunks and metadata of the enclosing group.
-_RESERVED = frozenset({"c", "zarr.json"})
-# Windows keeps these for devices, in any case and with any extension.
-_DEVICES = frozenset({"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))})
 
 
 def step_dir(step: int) -> str:
@@ -79,12 +61,6 @@ def parse_attempt(key: str) -> str | None:
 def is_scratch(key: str) -> bool:
     """Whether an object or directory is of use to nobody but the process that made it: a probe, a temporary file."""
     return _SCRATCH.fullmatch(key) is not None
-
-
-def split_run_key(key: str) -> tuple[str, str]:
-    """Of a key relative to a run, the directory and what is below it."""
-    name, _, below = key.partition("/")
-    return name, below
 
 
 def clock_dir() -> str:
@@ -175,9 +151,15 @@ def key_in_run(step_dir: str, key: str) -> str:
     return f"{sibling or step_dir}/{below}"
 
 
+def split_run_key(key: str) -> tuple[str, str]:
+    """Of a key relative to a run, the directory and what is below it."""
+    name, _, below = key.partition("/")
+    return name, below
+
+
 def key_seen_from(step_dir: str, key: str) -> str:
     """The inverse of `key_in_run`."""
-    other, _, below = key.partition("/")
+    other, below = split_run_key(key)
     return below if other == step_dir else sibling_key(other, below)
 
 
@@ -195,80 +177,3 @@ def parse_lease(key: str) -> tuple[str, str] | None:
     """The step directory and the attempt of a lease, by its key relative to the run; None for any other object."""
     match = _LEASE.fullmatch(key)
     return (match[1], match[2]) if match and parse_step(match[1]) is not None else None
-
-
-def check_name(name: str) -> str:
-    """Return ``name`` if it may be the name of an array; else raise FormatError."""
-    for fault, pattern in _NAME_FAULTS.items():
-        if pattern.search(name):
-            raise FormatError(f"unsafe array name {name!r:.200}: it {fault}")
-    if name.lower() in _RESERVED or name.split(".", maxsplit=1)[0].lower() in _DEVICES:
-        raise FormatError(f"unsafe array name {name!r:.200}: it is reserved")
-    return name
-
-
-def array_names(paths: Sequence[tuple[Hashable, ...]]) -> list[str]:
-    """One name per path, in the order of ``paths``; equal paths (types included) get equal names.
-
-    A function of the set of paths alone. A name is one path component that every store keeps apart
-    from all the others, also where case is ignored: see "Names" in docs/format.md.
-    """
-    serialised = [_serialise(path) for path in paths]
-    plain = [_plain_name(path) for path in paths]
-    distinct = dict(zip(serialised, plain, strict=True))
-    claims = Counter(name.lower() for name in distinct.values() if name is not None)
-    names = {}
-    for path, identity, name in zip(paths, serialised, plain, strict=True):
-        if name is None or claims[name.lower()] > 1:
-            name = f"{_stem(path)[:_STEM_BYTES]}-{_digest(identity)}"
-        names[identity] = name
-    if len({name.lower() for name in names.values()}) < len(names):
-        raise InvalidStateError("two paths of the state have the same digest; rename one of them")
-    return [names[identity] for identity in serialised]
-
-
-def _plain_name(path: tuple[Hashable, ...]) -> str | None:
-    """The dotted path where it may stand as a name as it is."""
-    text = dotted(path)
-    if text != _stem(path) or len(text) > MAX_NAME_BYTES or text.endswith(".") or text.lower() in _RESERVED:
-        return None
-    return None if _HASHED.fullmatch(text) else text
-
-
-def _stem(path: tuple[Hashable, ...]) -> str:
-    """What remains readable of a path: safe characters, no leading dots, never a device name."""
-    text = _UNSAFE.sub("_", dotted(path))
-    text = re.sub(r"\.{2,}", ".", text)  # some servers refuse ".." anywhere in a key
-    if text.startswith((".", "__")):  # hidden files, and names that zarr reserves
-        text = text.lstrip("._")
-    if text.split(".")[0].lower() in _DEVICES:
-        text = f"_{text}"
-    return text or "_"
-
-
-def _digest(serialised: bytes) -> str:
-    return hashlib.sha256(serialised).hexdigest()[:_DIGEST_HEX]
-
-
-def _serialise(element: object) -> bytes:
-    """Bytes that differ for different paths, by value, type or Unicode form."""
-    kind, payload = _payload(element)
-    return b"%b%d:%b" % (kind, len(payload), payload)
-
-
-def _payload(element: object) -> tuple[bytes, bytes]:
-    if type(element) is tuple:
-        return b"t", b"".join(_serialise(inner) for inner in element)
-    if type(element) is str:
-        return b"s", element.encode("utf-8", "surrogatepass")
-    if type(element) is int:
-        return b"i", hex(element).encode()
-    if type(element) is bool:
-        return b"b", b"%d" % element
-    if type(element) is float:
-        return b"f", struct.pack("<d", element)
-    if type(element) is bytes:
-        return b"y", element
-    if element is None:
-        return b"n", b""
-    raise InvalidStateError(f"a key of type {type(element).__qualname__} cannot name a tensor: {element!r:.200}")

@@ -132,7 +132,6 @@ def _tail(body: bytes) -> bytes:
 
 _TAIL_BYTES = len(_tail(b""))
 
-
 _VERSION = re.compile(r"[0-9]{1,9}\.[0-9]{1,9}")
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from cloudckpt.errors import InvalidStateError
+from cloudckpt.format.array_names import array_names
 from cloudckpt.format.dtypes import dtype
 from cloudckpt.format.grid import Ints
-from cloudckpt.format.keys import array_names
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.tree import Node, array_leaves, map_arrays, path_text, tree_keys
 from cloudckpt.plan.changes import Changes

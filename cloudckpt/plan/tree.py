@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cloudckpt.errors import InvalidStateError
-from cloudckpt.format.keys import array_names
+from cloudckpt.format.array_names import array_names
 from cloudckpt.format.tree import (
     Node,
     TreePath,

@@ -6,7 +6,8 @@ import torch
 
 import cloudckpt
 from cloudckpt.errors import MismatchError
-from cloudckpt.format import keys, values
+from cloudckpt.format import values
+from cloudckpt.format.array_names import array_names
 from tests.format.exact import same
 
 STATES = [
@@ -36,7 +37,7 @@ def test_tensors_at_these_paths_have_names_of_their_own(state):
             paths.append(path)
 
     values.encode(state, leaf=leaf)
-    names = keys.array_names(paths)
+    names = array_names(paths)
     assert len({name.lower() for name in names}) == len(paths)
 
 

@@ -11,6 +11,7 @@ import torch
 
 import cloudckpt
 from cloudckpt.format import keys, values
+from cloudckpt.format.array_names import array_names
 from tests.field.places import Place
 
 NAMES = [
@@ -26,7 +27,7 @@ NAMES = [
 
 
 def test_long_names_become_short_distinct_names():
-    names = keys.array_names([("model", name) for name in NAMES])
+    names = array_names([("model", name) for name in NAMES])
     assert len({name.lower() for name in names}) == len(NAMES)
     for name in names:
         assert len(name.encode()) <= 160

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cloudckpt.errors import InvalidStateError
-from cloudckpt.format.keys import array_names
+from cloudckpt.format.array_names import array_names
 from cloudckpt.format.values import encode
 from cloudckpt.plan.tree import LeafSpec, RankTree, Tie, merge
 
