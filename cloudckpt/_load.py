@@ -19,8 +19,9 @@ from cloudckpt.plan.changes import Cast, Changes, Resizes
 from cloudckpt.plan.exchange import ROUND_BYTES
 from cloudckpt.plan.migrations import migrations_between
 from cloudckpt.plan.reads import RangeRead
-from cloudckpt.plan.rename import Rules, describe_rules, renamed
+from cloudckpt.plan.rename import Rules
 from cloudckpt.plan.rules import ShardingRules
+from cloudckpt.plan.view import describe_rules, renamed
 from cloudckpt.progress import Progress, start_progress
 from cloudckpt.pytorch.describe import Describer
 from cloudckpt.pytorch.exchange import run_exchange

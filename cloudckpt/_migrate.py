@@ -20,8 +20,9 @@ from cloudckpt.format.keys import new_attempt
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.plan.migrations import migrations_between
 from cloudckpt.plan.reads import StoredChunks, plan_load
-from cloudckpt.plan.rename import Rules, renamed
+from cloudckpt.plan.rename import Rules
 from cloudckpt.plan.rewrite import Rewrite, plan_rewrite
+from cloudckpt.plan.view import renamed
 from cloudckpt.plan.windows import plan_windows
 from cloudckpt.progress import Progress, start_progress
 from cloudckpt.pytorch.targets import ChunkPlaces, Targets

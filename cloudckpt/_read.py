@@ -21,7 +21,8 @@ from cloudckpt.format.dtypes import from_numpy, numpy_dtype
 from cloudckpt.format.tree import Node, TreePath, children, is_mapping, key_token, path_text
 from cloudckpt.plan.migrations import migrations_between
 from cloudckpt.plan.reads import StoredChunks, plan_load
-from cloudckpt.plan.rename import Rules, View, renamed
+from cloudckpt.plan.rename import Rules
+from cloudckpt.plan.view import View, renamed
 from cloudckpt.pytorch.per_rank import decode_inline
 from cloudckpt.pytorch.shards import ndarray_shard, tensor_shard, torch_dtype
 from cloudckpt.pytorch.targets import ChunkPlaces, Targets, Want

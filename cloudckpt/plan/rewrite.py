@@ -17,9 +17,9 @@ from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.tree import Node, array_leaves, map_arrays, path_text, tree_keys
 from cloudckpt.plan.changes import Changes
 from cloudckpt.plan.overlap import chunk_bounds
-from cloudckpt.plan.rename import View
 from cloudckpt.plan.shard import PieceTable, TensorSpec
 from cloudckpt.plan.tree import LeafSpec
+from cloudckpt.plan.view import View
 from cloudckpt.plan.virtual import VirtualArray, stored_array
 from cloudckpt.plan.writes import SavePlan, plan_save
 

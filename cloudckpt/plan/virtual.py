@@ -6,11 +6,15 @@ array it is, and how the dims of the two belong together; a want on it becomes w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from cloudckpt.errors import InvalidStateError
+from cloudckpt.errors import FormatError, InvalidStateError
 from cloudckpt.format.box import Box
+from cloudckpt.format.document import MAX_DIMS
+from cloudckpt.format.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,25 @@ def stored_array(number: int, dtype: str, shape: tuple[int, ...], *, flat: bool 
     zero = (0,) * len(shape)
     part = Part(Stored(number, shape, flat), Box(zero, shape), tuple(range(len(shape))), zero)
     return VirtualArray(dtype, shape, (part,))
+
+
+def array_of(manifest: Manifest, node: Mapping[str, Any]) -> VirtualArray:
+    """What a leaf of the stored tree refers to. FormatError if its ``logical_shape`` does not fit the stored array."""
+    number = manifest.array_number(node)
+    entry = manifest.arrays[number]
+    logical = node.get("logical_shape") if node["$"] == "tensor" else None
+    if logical is None:
+        return stored_array(number, entry.dtype, entry.shape)
+    if (
+        not isinstance(logical, list)
+        or not all(type(extent) is int and extent >= 0 for extent in logical)
+        or len(logical) > MAX_DIMS
+        or math.prod(extent or 1 for extent in logical) >= 2**58  # what torch can count in bytes, too
+    ):
+        raise FormatError(f"array {entry.name!r}: malformed logical shape")
+    if entry.shape != (math.prod(logical),):
+        raise FormatError(f"array {entry.name!r}: logical shape {logical} does not fit its stored shape {entry.shape}")
+    return stored_array(number, entry.dtype, tuple(logical), flat=len(logical) != 1)
 
 
 def stack(arrays: Sequence[VirtualArray], dim: int) -> VirtualArray:

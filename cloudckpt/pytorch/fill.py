@@ -36,7 +36,7 @@ from cloudckpt.format.tree import (
     tree_keys,
 )
 from cloudckpt.plan.changes import fits
-from cloudckpt.plan.rename import View, renamed
+from cloudckpt.plan.view import View, renamed
 from cloudckpt.plan.virtual import VirtualArray
 from cloudckpt.pytorch.describe import Describer
 from cloudckpt.pytorch.flat import FlatShard, FlatShards

@@ -16,7 +16,7 @@ import torch
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format import values
 from cloudckpt.format.tree import Node, holds_arrays, is_array, key_token
-from cloudckpt.plan.rename import View
+from cloudckpt.plan.view import View
 from cloudckpt.pytorch.optimizers import blank, keyed
 
 Wanted = Callable[..., bool]

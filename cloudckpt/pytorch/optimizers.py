@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from cloudckpt.format import values
 from cloudckpt.format.dtypes import DTYPES
 from cloudckpt.format.tree import Node, children, holds_arrays, is_array, is_mapping
-from cloudckpt.plan.rename import View
+from cloudckpt.plan.view import View
 
 BY_NAME = "keyed by parameter name (TrainingState)"
 BY_NAME_IN_LISTS = "keyed by name, with param_groups as a list (get_optimizer_state_dict())"

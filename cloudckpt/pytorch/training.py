@@ -13,7 +13,7 @@ from cloudckpt.errors import InvalidStateError
 from cloudckpt.format import values
 from cloudckpt.format.tree import Node, is_array
 from cloudckpt.plan.names import merge_parts
-from cloudckpt.plan.rename import View
+from cloudckpt.plan.view import View
 from cloudckpt.pytorch.module_names import ModelPart
 from cloudckpt.pytorch.named_optimizers import (
     LocalShape,

@@ -11,7 +11,8 @@ from cloudckpt.format import values
 from cloudckpt.format.document import ArrayEntry, ChunkTable, Document
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.tree import leaves, path_text
-from cloudckpt.plan.rename import Concatenate, Rules, Split, Stack, Transpose, Unstack, View, describe_rules, renamed
+from cloudckpt.plan.rename import Concatenate, Rules, Split, Stack, Transpose, Unstack
+from cloudckpt.plan.view import View, describe_rules, renamed
 
 NO_CHUNKS = ChunkTable(count=0, object=b"", byte_offset=b"", nbytes=b"", crc32c=b"")
 
