@@ -25,8 +25,9 @@ from cloudckpt.plan.view import describe_rules, renamed
 from cloudckpt.progress import Progress, start_progress
 from cloudckpt.pytorch.describe import Describer
 from cloudckpt.pytorch.exchange import run_exchange
-from cloudckpt.pytorch.fill import Match, check_root, match_state
+from cloudckpt.pytorch.fill import check_root, match_state
 from cloudckpt.pytorch.group import Group, make_group
+from cloudckpt.pytorch.match import Match
 from cloudckpt.pytorch.ranks import Ranks
 from cloudckpt.pytorch.sharing import ExchangeMode, Groups, Prepared, Scope, Shared, describe, prepare, share
 from cloudckpt.pytorch.targets import ChunkPlaces

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, MutableMapping, MutableSequence, Sequence
-from dataclasses import dataclass, field
+from collections.abc import MutableMapping, MutableSequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from cloudckpt.errors import FormatError, InvalidStateError
+from cloudckpt.errors import InvalidStateError
 from cloudckpt.format import values
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.tree import (
@@ -27,7 +23,6 @@ from cloudckpt.format.tree import (
     TreePath,
     children,
     holds_arrays,
-    is_array,
     is_dict,
     is_mapping,
     key_token,
@@ -35,62 +30,19 @@ from cloudckpt.format.tree import (
     path_text,
     tree_keys,
 )
-from cloudckpt.plan.changes import fits
 from cloudckpt.plan.view import View, renamed
-from cloudckpt.plan.virtual import VirtualArray
 from cloudckpt.pytorch.describe import Describer
 from cloudckpt.pytorch.flat import FlatShard, FlatShards
+from cloudckpt.pytorch.leaves import LeafMatcher
+from cloudckpt.pytorch.match import Finish, Match
 from cloudckpt.pytorch.module_names import load_object, object_state
 from cloudckpt.pytorch.optimizers import complete_state, convention_differences, group_differences
 from cloudckpt.pytorch.per_rank import PerRank, decode_inline, decode_rank_value
-from cloudckpt.pytorch.resize import resized
-from cloudckpt.pytorch.sharded import ShardedTensor, fill_padding
-from cloudckpt.pytorch.shards import LocalShard, check_writable, ndarray_shard
+from cloudckpt.pytorch.sharded import ShardedTensor
+from cloudckpt.pytorch.shards import LocalShard
 from cloudckpt.pytorch.stateful import is_stateful
 from cloudckpt.pytorch.subclass import is_made_of_tensors, kind_text, stored_parts, tensor_parts
 from cloudckpt.pytorch.training import TrainingState, Within
-from cloudckpt.pytorch.views import stored_wants
-
-Finish = Callable[[], Any]
-"""Puts plain values in place below; returns what now stands here."""
-
-
-@dataclass
-class Problems:
-    """Differences between target and checkpoint, by dotted path; ``(stored, target)`` for the last three."""
-
-    missing: list[str] = field(default_factory=list)
-    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    dtypes: dict[str, tuple[str, str]] = field(default_factory=dict)
-    kinds: dict[str, tuple[str, str]] = field(default_factory=dict)
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether there is nothing that no option forgives."""
-        return not (self.shapes or self.dtypes or self.kinds)
-
-
-@dataclass(eq=False)
-class Match:
-    """``wants``: (number of a stored array, shard to fill); several where a target is made of several arrays or boxes.
-
-    ``asked``: the leaves of the (renamed) stored tree that the target has a place for. ``cast`` and
-    ``resized``: ``(stored, target)`` dtypes and shapes, by dotted path, where they differ and may;
-    ``patterns``: those of ``resize`` that name something in the target. ``meshes``: of the DTensors in it.
-    ``declared``: see `TrainingState.declared`.
-    """
-
-    wants: list[tuple[int, LocalShard]] = field(default_factory=list)
-    asked: set[TreePath] = field(default_factory=set)
-    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
-    resized: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    patterns: set[str] = field(default_factory=set)
-    declared: dict[str, bool] = field(default_factory=dict)
-    problems: Problems = field(default_factory=Problems)
-    meshes: set[DeviceMesh] = field(default_factory=set)
-    finish: Finish = lambda: None
-    has_objects: bool = False
-    """Whether ``finish`` calls code of the caller's (``load_state_dict``, containers), which may fail."""
 
 
 def match_state(
@@ -112,7 +64,7 @@ def match_state(
     finish = matcher.walk(state, view.tree, (), ())
 
     def fill_and_finish() -> Any:
-        for fill in matcher.fills:
+        for fill in matcher.leaves.fills:
             fill()
         return finish()
 
@@ -141,7 +93,7 @@ class _Matcher:
         self.allow_pickle = allow_pickle
         self.describer = describer
         self.match = Match()
-        self.fills: list[Callable[[], None]] = []
+        self.leaves = LeafMatcher(view, describer, self.match)
         self.around: list[Within] = []
 
     def walk(self, target: Any, node: Node, path: TreePath, keys: values.Path) -> Finish:
@@ -150,39 +102,23 @@ class _Matcher:
         if is_made_of_tensors(target):
             return self.subclass(target, node, path, keys)
         if isinstance(target, (torch.Tensor, ShardedTensor)):
-            return self.tensor(target, node, path, keys)
+            return self.leaves.tensor(target, node, path, keys, self.around[-1] if self.around else None)
         if isinstance(target, np.ndarray):
-            return self.ndarray(target, node, path)
+            return self.leaves.ndarray(target, node, path)
         if isinstance(target, FlatShard):
-            return self.flat(target, node, path)
+            return self.leaves.flat(target, node, path)
         if isinstance(target, FlatShards):
             finish = self.walk(dict(target), node, path, keys)
             return lambda: (finish(), target)[1]
         if isinstance(target, TrainingState):
             return self.training(target, node, path, keys)
         if is_stateful(target):
-            self.match.has_objects = True
-            state = object_state(target)
-            if isinstance(target, torch.optim.Optimizer):
-                differences = group_differences(state, node, path_text(path))
-                self.match.problems.kinds.update(differences)
-                if path_text(path) in differences:  # all of it is of another convention
-                    self.ask(node, path)
-                    return lambda: target
-                complete_state(
-                    target,
-                    state,
-                    node,
-                    self.view,
-                    lambda inner, shape: self.describer.local_shape((*keys, *inner), shape),
-                )
-            finish = self.walk(state, node, path, keys)
-            return lambda: _load_into(target, finish())
+            return self.stateful(target, node, path, keys)
         if isinstance(target, dict) and is_mapping(node):
             differences = convention_differences(target, node, path_text(path))
             if differences:
                 self.match.problems.kinds.update(differences)
-                self.ask(node, path)
+                self.match.ask(node, path)
                 return lambda: target
             return self.mapping(target, node, path, keys)
         if isinstance(target, (list, tuple, deque)) and (holds_arrays(node) or _holds_targets(target)):
@@ -192,11 +128,29 @@ class _Matcher:
             return lambda: (finish(), target)[1]
         return self.plain(target, node, path)
 
+    def stateful(self, target: Any, node: Node, path: TreePath, keys: values.Path) -> Finish:
+        self.match.has_objects = True
+        state = object_state(target)
+        if isinstance(target, torch.optim.Optimizer):
+            differences = group_differences(state, node, path_text(path))
+            self.match.problems.kinds.update(differences)
+            if path_text(path) in differences:  # all of it is of another convention
+                self.match.ask(node, path)
+                return lambda: target
+            complete_state(
+                target,
+                state,
+                node,
+                self.view,
+                lambda inner, shape: self.describer.local_shape((*keys, *inner), shape),
+            )
+        finish = self.walk(state, node, path, keys)
+        return lambda: _load_into(target, finish())
+
     def training(self, target: TrainingState, node: Node, path: TreePath, keys: values.Path) -> Finish:
         self.match.has_objects = True
         if not is_mapping(node):
-            self.ask(node, path)
-            self.match.problems.kinds[path_text(path)] = (_describe(node), "TrainingState")
+            self.match.refuse(node, path, "TrainingState")
             return lambda: target
 
         def local_shape(
@@ -212,7 +166,7 @@ class _Matcher:
         stored = dict(children(node) or ())
         for key, kinds in part.kinds.items():
             inner = (*path, key_token(key))
-            self.ask(stored[key], inner)
+            self.match.ask(stored[key], inner)
             self.match.problems.kinds[path_text(inner)] = kinds
         self.match.asked.update(
             below for below, _ in leaves(node, path) if not target.includes(tree_keys(below[len(path) :]))
@@ -229,97 +183,12 @@ class _Matcher:
 
         return finish
 
-    def tensor(self, target: torch.Tensor | ShardedTensor, node: Node, path: TreePath, keys: values.Path) -> Finish:
-        text = path_text(path)
-        if isinstance(target, DTensor):
-            self.match.meshes.add(target.device_mesh)
-        array = self.stored(node, path, "tensor")
-        if array is None:
-            self.describer.note(keys)
-            return lambda: target
-        if self.around and not self.describer.has_rule(keys):
-            keys = self.around[-1].cut_like(keys, target)
-        # Where the extents may differ, a rule must follow those of the target.
-        global_shape = array.shape if self.view.changes.resize(text) is None else None
-        shard = self.describer.shard(target, keys, text, global_shape=global_shape, recorded=node.get("layout"))
-        check_writable(shard, target.local if isinstance(target, ShardedTensor) else target)
-        self.fill(text, array, [shard], shard.shape)
-
-        def finish() -> Any:
-            fill_padding(shard)
-            return target
-
-        return finish
-
-    def flat(self, target: FlatShard, node: Node, path: TreePath) -> Finish:
-        text = path_text(path)
-        array = self.stored(node, path, "tensor")
-        if array is None:
-            return lambda: target
-        if array.shape == target.shape and self.dtypes_fit(text, array.dtype, target.stored(text).dtype):
-            self.match.wants += target.wants(array, text)
-        else:
-            self.fill(text, array, target.boxes(text), target.shape)
-        return lambda: target
-
-    def ndarray(self, target: npt.NDArray[Any], node: Node, path: TreePath) -> Finish:
-        text = path_text(path)
-        shard = ndarray_shard(target, text)[0]
-        array = self.stored(node, path, "ndarray")
-        if array is None:
-            return lambda: target
-        check_writable(shard, target)
-        stored_dtype, dtype = node.get("numpy"), target.dtype.name if target.dtype.isbuiltin == 2 else target.dtype.str
-        if stored_dtype != dtype:
-            self.match.problems.dtypes[text] = (stored_dtype, dtype)
-        elif array.dtype != shard.dtype:
-            raise FormatError(f"{text!r}: a numpy array of {stored_dtype} does not fit its stored {array.dtype} array")
-        elif array.shape != shard.shape and shard.shape != target.shape:  # raw bytes, which cannot be resized
-            self.match.problems.shapes[text] = (tuple(node["shape"]), tuple(target.shape))
-        else:
-            self.fill(text, array, [shard], shard.shape)
-        return lambda: target
-
-    def stored(self, node: Node, path: TreePath, kind: str) -> VirtualArray | None:
-        """What a target asks for; None where something else is stored there."""
-        self.ask(node, path)
-        if not is_array(node) or node["$"] != kind:
-            self.match.problems.kinds[path_text(path)] = (_describe(node), kind)
-            return None
-        return self.view.array(node)
-
-    def fill(self, text: str, array: VirtualArray, shards: Sequence[LocalShard], shape: tuple[int, ...]) -> None:
-        """``shards``: what this rank has of a target of ``shape``, each with a memory of its own."""
-        fitting = not shards or self.dtypes_fit(text, array.dtype, shards[0].dtype)
-        found = self.view.changes.resize(text)
-        if found is not None:
-            self.match.patterns.add(found[0])
-        if array.shape != shape and (found is None or not fits(array.shape, shape, found[1])):
-            self.match.problems.shapes[text] = (array.shape, shape)
-            return
-        if not fitting:
-            return
-        if array.shape != shape and found is not None:
-            self.match.resized[text] = (array.shape, shape)
-            parts = [resized(shard, array.shape, found[1]) for shard in shards]
-            self.fills += [fill for _, fill in parts]
-            shards = [shard for shard, _ in parts]
-        self.match.wants += [want for shard in shards for want in stored_wants(array, shard)]
-
-    def dtypes_fit(self, text: str, stored: str, target: str) -> bool:
-        if stored == target:
-            return True
-        fitting = self.view.changes.casts(stored, target)
-        (self.match.cast if fitting else self.match.problems.dtypes)[text] = (stored, target)
-        return fitting
-
     def subclass(self, target: torch.Tensor, node: Node, path: TreePath, keys: values.Path) -> Finish:
         """Its inner tensors are filled where they are."""
         text = path_text(path)
         parts, stored = tensor_parts(target, text), stored_parts(node)
         if stored is None or kind_text(stored) != kind_text(parts):
-            self.ask(node, path)
-            self.match.problems.kinds[text] = (_describe(node), kind_text(parts))
+            self.match.refuse(node, path, kind_text(parts))
             return lambda: target
         if stored.dtype != parts.dtype:
             self.match.problems.dtypes[text] = (stored.dtype, parts.dtype)
@@ -330,9 +199,9 @@ class _Matcher:
 
     def per_rank(self, target: PerRank, node: Node, path: TreePath) -> Finish:
         text = path_text(path)
-        self.ask(node, path)
+        self.match.ask(node, path)
         if not (isinstance(node, dict) and node.get("$") == "per_rank"):
-            self.match.problems.kinds[text] = (_describe(node), "PerRank")
+            self.match.refuse(node, path, "PerRank")
             return lambda: target
         value = decode_rank_value(
             node,
@@ -359,7 +228,7 @@ class _Matcher:
     def mapping(self, target: Any, node: Node, path: TreePath, keys: values.Path) -> Finish:
         stored = {key_token(key): child for key, child in children(node) or ()}
         if not stored:
-            self.ask(node, path)  # an empty dict is a key of its own
+            self.match.ask(node, path)  # an empty dict is a key of its own
         parts: dict[Any, Finish] = {}
         for key, item in target.items():
             token = key_token(values.encode(key))
@@ -379,8 +248,7 @@ class _Matcher:
     def sequence(self, target: Any, node: Node, path: TreePath, keys: values.Path) -> Finish:
         stored = children(node)
         if stored is None or is_mapping(node):
-            self.ask(node, path)
-            self.match.problems.kinds[path_text(path)] = (_describe(node), type(target).__name__)
+            self.match.refuse(node, path, type(target).__name__)
             return lambda: target
         parts: dict[Any, Finish] = {}
         for i, item in enumerate(target):
@@ -395,17 +263,13 @@ class _Matcher:
         return lambda: _rebuilt_tuple(target, parts)
 
     def plain(self, target: Any, node: Node, path: TreePath) -> Finish:
-        self.ask(node, path)
+        self.match.ask(node, path)
         # None stands for any plain value, other values for one that is no dict.
         if isinstance(target, dict) or holds_arrays(node) or (is_dict(node) and target is not None):
-            self.match.problems.kinds[path_text(path)] = (_describe(node), type(target).__name__)
+            self.match.refuse(node, path, type(target).__name__)
             return lambda: target
         value = decode_inline(node, allow_pickle=self.allow_pickle)
         return lambda: value
-
-    def ask(self, node: Node, path: TreePath) -> None:
-        """What is below has a place in the target, be it of the wrong kind: it is not unexpected."""
-        self.match.asked.update(below for below, _ in leaves(node, path))
 
     def missing(self, target: Any, path: TreePath, keys: values.Path) -> None:
         """Every leaf of a part of the target that is not stored at all."""
@@ -433,17 +297,6 @@ def _holds_targets(target: Any) -> bool:
         return _holds_targets(vars(target))
     kinds = (torch.Tensor, ShardedTensor, np.ndarray, PerRank, FlatShard, FlatShards)
     return isinstance(target, kinds) or is_stateful(target)
-
-
-def _describe(node: Node) -> str:
-    if is_array(node):
-        return str(node["$"])
-    if isinstance(node, list):
-        return "list"
-    if isinstance(node, dict):
-        parts = stored_parts(node)
-        return kind_text(parts) if parts is not None else str(node.get("$", "dict"))
-    return type(node).__name__
 
 
 def _load_into(target: Any, state: Any) -> Any:

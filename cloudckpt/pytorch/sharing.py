@@ -16,9 +16,9 @@ from cloudckpt.plan.exchange import MAX_GROUPS, ExchangePlan, plan_exchange
 from cloudckpt.plan.reads import RankReads, StoredChunks, plan_load
 from cloudckpt.plan.wants import Wants, decode_table, encode_table, table_digest
 from cloudckpt.pytorch.connections import device_types
-from cloudckpt.pytorch.fill import Match
 from cloudckpt.pytorch.group import Group
 from cloudckpt.pytorch.links import Links, NamedSet, RankSet, offered_groups
+from cloudckpt.pytorch.match import Match
 from cloudckpt.pytorch.ranks import Ranks
 from cloudckpt.pytorch.targets import Targets
 from cloudckpt.pytorch.wishes import Agreement, Sharing, pack_bits

@@ -14,8 +14,8 @@ from cloudckpt.format.tree import TreePath, path_text
 from cloudckpt.plan.changes import Resizes
 from cloudckpt.plan.names import check_found
 from cloudckpt.plan.rules import ShardingRules, check_all_matched
-from cloudckpt.pytorch.fill import Problems
 from cloudckpt.pytorch.links import NamedSet
+from cloudckpt.pytorch.match import Problems
 
 NOTHING_SHARED = "no chunk is wanted twice"
 

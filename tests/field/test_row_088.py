@@ -15,7 +15,7 @@ from cloudckpt.config import Config
 from cloudckpt.format.box import Box
 from cloudckpt.plan.shard import PieceTable
 from cloudckpt.plan.wants import Wants, decode_table, encode_table, table_digest
-from cloudckpt.pytorch.fill import Problems
+from cloudckpt.pytorch.match import Problems
 from cloudckpt.pytorch.sharing import FEW_CHUNKS
 from cloudckpt.pytorch.wishes import Sharing, Wish, pack_bits
 
