@@ -6,12 +6,10 @@ coordinator or from the coordinator to all, once the keys have said how many, an
 
 from __future__ import annotations
 
-import contextlib
-import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,22 +19,21 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from cloudckpt.errors import InterruptedTransferError
 from cloudckpt.pytorch.connections import device_types, make_gloo, own_client, rendezvous_store
+from cloudckpt.pytorch.round_keys import HEARTBEAT_S, RoundKeys, Silence
 from cloudckpt.pytorch.rounds import (
     COORDINATOR,
     Failure,
     combined,
     kept_in,
+    out_of_touch,
     packed_part,
     rank_error,
-    unpacked,
+    settled,
 )
 
 T = TypeVar("T")
 R = TypeVar("R")
 K = TypeVar("K")
-
-HEARTBEAT_S = 1.0
-"""How often a working rank says that it lives, and looks whether another one failed."""
 
 INLINE_BYTES = 64 * 1024
 """What one rank may send through the store of torch.distributed, which is one process."""
@@ -87,7 +84,6 @@ class Ranks:
         self.ranks = dist.get_process_group_ranks(group)
         # The caller's group lives as long as the caller wants; what is made here lives as long as this.
         self._weak_group = weakref.ref(group)
-        self._rounds = 0
         self._kept: dict[type, Any] = {}
         # Held, since the process of the first rank may be the one that serves it.
         self._served = rendezvous_store()
@@ -95,11 +91,12 @@ class Ranks:
             prefix = f"cloudckpt/{group.group_name}"
             # A group of the same name may have been here before, on the same store.
             epoch = self._served.add(f"{prefix}/epoch/{self.rank}", 1)
-            self._store = PrefixStore(f"{prefix}/{epoch}", self._served)
+            store = PrefixStore(f"{prefix}/{epoch}", self._served)
         else:
-            self._store = PrefixStore(f"cloudckpt/{apart}", own_client(self._served))
+            store = PrefixStore(f"cloudckpt/{apart}", own_client(self._served))
         shares_gloo = apart is None and "cpu" in device_types(group)
-        self._gloo = None if shares_gloo else make_gloo(self._store, self.rank, self.size)
+        self._gloo = None if shares_gloo else make_gloo(store, self.rank, self.size)
+        self._keys = RoundKeys(store, self.rank, self.size)
 
     def group(self) -> dist.ProcessGroup:
         group = self._weak_group()
@@ -115,22 +112,19 @@ class Ranks:
         return kept_in(self._kept, kind)
 
     def round(self, part: Callable[[], T], combine: Callable[[Sequence[T]], R], *, is_last: bool = False) -> R:
-        self._rounds += 1
+        self._keys.number += 1
         self.cancel.clear()
         mine: bytes | Failure | None = None
         try:
-            with self._sign_of_life():
-                mine = packed_part(part, self.tell_failure)
+            with self._keys.sign_of_life(self.cancel):
+                mine = packed_part(part, self._keys.tell_failure)
                 outcome = self._exchange(mine, combine)
                 if is_last or isinstance(outcome, Failure):
                     self._see_off()
         except RuntimeError as error:  # of gloo or of torch's store: the other end of a connection is gone
             text = f"lost touch with the other ranks, one of which was killed or cut off: {error}"
-            own = [str(mine.error)] if isinstance(mine, Failure) and not mine.interrupted else []
-            raise rank_error({self.rank: "; ".join([*own, text])}) from error
-        if isinstance(outcome, Failure):
-            raise outcome.error from (mine.error if isinstance(mine, Failure) else None)
-        return unpacked(outcome)  # type: ignore[no-any-return]
+            raise out_of_touch(self.rank, mine, text) from error
+        return settled(outcome, mine)  # type: ignore[no-any-return]
 
     def await_work(self, work: dist.Work, members: Sequence[int]) -> None:
         """Wait for a collective among some of the ranks. Raises RankError for those that show no sign of life.
@@ -139,8 +133,8 @@ class Ranks:
         still comes to where all agree to stop; one that does not within `GRACE_S` was to be in this collective, and
         InterruptedTransferError is raised. The group of the collective is of no use then.
         """
-        pause_s, deadline = 0.0002, time.monotonic() + self.timeout_s
-        beats: dict[int, bytes] = {}
+        pause_s, silence = 0.0002, Silence(self._keys, self.timeout_s)
+        others = [rank for rank in members if rank != self.rank]
         failed_at: float | None = None
         while not work.is_completed():
             time.sleep(pause_s)
@@ -149,25 +143,21 @@ class Ranks:
                 failed_at = failed_at or time.monotonic()
                 if time.monotonic() - failed_at > GRACE_S:
                     raise InterruptedTransferError("stopped, since another rank failed in the middle of a collective")
-            if time.monotonic() >= deadline:
-                now = {r: self._beat(r) for r in members if r != self.rank}
-                late = [r for r, beat in now.items() if beat == beats.get(r, b"")]
-                if late:
-                    raise rank_error(dict.fromkeys(late, f"no sign of life for {self.timeout_s:g} s"))
-                beats, deadline = now, time.monotonic() + self.timeout_s
+            if late := silence.of(others):
+                raise rank_error(dict.fromkeys(late, f"no sign of life for {self.timeout_s:g} s"))
         work.wait()
 
     def tell_failure(self) -> None:
         """Within a part: the others shall stop, before this rank's part has ended."""
-        self._store.set(self._key("failed"), "1")
+        self._keys.tell_failure()
 
     def scratch_store(self, name: str) -> PrefixStore:
         """A store of this round's own. All ranks that use it must give the same name, once."""
-        return PrefixStore(self._key(f"scratch/{name}"), self._store)
+        return self._keys.scratch_store(name)
 
     def _exchange(self, mine: bytes | Failure, combine: Callable[[Sequence[T]], R]) -> bytes | Failure:
         inline_bytes = min(INLINE_BYTES, INLINE_TOTAL_BYTES // self.size)
-        self._set(f"here/{self.rank}", _inline(mine, inline_bytes))
+        self._keys.set(f"here/{self.rank}", _inline(mine, inline_bytes))
         if self.rank == COORDINATOR:
             return self._conclude(mine, combine, inline_bytes)
         verdict = self._await("verdict")
@@ -192,24 +182,22 @@ class Ranks:
         if late:
             text = f"not here within {self.timeout_s:g} s and not at work: killed, or it did not call the same function"
             verdict = _Verdict(dict.fromkeys(late, text))
-            self._set("verdict", verdict)
+            self._keys.set("verdict", verdict)
             self._raise_if_late(verdict)
-        self._forget(self._rounds - 2)
-        sent = [
-            mine if r == self.rank else pickle.loads(self._store.get(self._key(f"here/{r}"))) for r in range(self.size)
-        ]
+        self._keys.forget(self._keys.number - 2)  # all have met in the one after it
+        sent = [mine if r == self.rank else self._keys.get(f"here/{r}") for r in range(self.size)]
         key = "verdict"
         if any(isinstance(part, _Large) for part in sent):
-            self._set(key, _Verdict({}))
+            self._keys.set(key, _Verdict({}))
             key = "outcome"
         try:
             outcome = combined([self._received(rank, part) for rank, part in enumerate(sent)], combine)
         except RuntimeError as error:
-            self._set(
+            self._keys.set(
                 key, _Verdict({}, Failure(rank_error({self.rank: f"lost touch with another rank: {error}"}), False))
             )
             raise
-        self._set(key, _Verdict({}, _inline(outcome, inline_bytes)))
+        self._keys.set(key, _Verdict({}, _inline(outcome, inline_bytes)))
         if isinstance(outcome, bytes) and len(outcome) > inline_bytes:
             self._broadcast(_tensor(outcome))
         return outcome
@@ -223,10 +211,10 @@ class Ranks:
     def _see_off(self, num_late: int = 0) -> None:
         """Wait on the coordinator, though not for long, until the others have what they need from the store."""
         if self.rank != COORDINATOR:
-            self._store.add(self._key("left"), 1)
+            self._keys.add("left", 1)
             return
         deadline = time.monotonic() + min(FAREWELL_S, self.timeout_s)
-        while self._store.add(self._key("left"), 0) < self.size - 1 - num_late and time.monotonic() < deadline:
+        while self._keys.add("left", 0) < self.size - 1 - num_late and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def _received(self, rank: int, part: bytes | Failure | _Large) -> bytes | Failure:
@@ -236,100 +224,33 @@ class Ranks:
         self.control_group().recv([buffer], rank, SEND_TAG).wait()
         return buffer.numpy().tobytes()
 
-    def _set(self, name: str, value: object) -> None:
-        self._store.set(self._key(name), pickle.dumps(value))  # type: ignore[arg-type]  # the stubs forget bytes
-
     def _raise_if_late(self, verdict: _Verdict) -> None:
         if verdict.causes:
             # Whoever comes now must not take this rank for one that is still waiting.
-            self._store.delete_key(self._key(f"here/{self.rank}"))
+            self._keys.delete(f"here/{self.rank}")
             self._see_off(len(verdict.causes))
             raise rank_error(verdict.causes)
-
-    @contextlib.contextmanager
-    def _sign_of_life(self) -> Iterator[None]:
-        stop = threading.Event()
-        watcher = threading.Thread(target=self._watch, args=(stop,), name="cloudckpt-watch", daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            watcher.join()
-
-    def _watch(self, stop: threading.Event) -> None:
-        beats = 0
-        while not stop.wait(HEARTBEAT_S):
-            beats += 1
-            try:
-                self._store.set(self._key(f"beat/{self.rank}"), str(beats))
-                has_failed = self._store.check([self._key("failed")])
-            except RuntimeError:  # the store's process is gone, and with it this round
-                self.cancel.set()
-                return
-            if has_failed:
-                self.cancel.set()
 
     def _await_ranks(self) -> list[int]:
         """The ranks that neither arrive nor show a sign of life for ``timeout_s``."""
         missing = [r for r in range(self.size) if r != self.rank]
-        beats: dict[int, bytes] = {}
-        deadline = time.monotonic() + self.timeout_s
+        silence = Silence(self._keys, self.timeout_s)
         while missing:
-            self._wait(self._key(f"here/{missing[0]}"), min(HEARTBEAT_S, max(0.01, deadline - time.monotonic())))
-            missing = [r for r in missing if not self._store.check([self._key(f"here/{r}")])]
-            if missing and time.monotonic() >= deadline:
-                now = {r: self._beat(r) for r in missing}
-                if any(now[r] == beats.get(r, b"") for r in missing):
-                    return [r for r in missing if now[r] == beats.get(r, b"")]
-                beats, deadline = now, time.monotonic() + self.timeout_s
+            timeout_s = min(HEARTBEAT_S, max(0.01, silence.deadline_s - time.monotonic()))
+            self._keys.wait(f"here/{missing[0]}", timeout_s)
+            missing = [r for r in missing if not self._keys.has(f"here/{r}")]
+            if late := silence.of(missing):
+                return late
         return []
 
     def _await(self, name: str) -> _Verdict:
-        key = self._key(name)
-        deadline = time.monotonic() + self.timeout_s
-        beat = b""
-        while not self._wait(key, HEARTBEAT_S):
-            if time.monotonic() >= deadline:
-                now = self._beat(COORDINATOR)
-                if now == beat:
-                    return _Verdict({COORDINATOR: f"the coordinator gave no sign of life for {self.timeout_s:g} s"})
-                beat, deadline = now, time.monotonic() + self.timeout_s
-        verdict = pickle.loads(self._store.get(key))
+        silence = Silence(self._keys, self.timeout_s)
+        while not self._keys.wait(name, HEARTBEAT_S):
+            if silence.of([COORDINATOR]):
+                return _Verdict({COORDINATOR: f"the coordinator gave no sign of life for {self.timeout_s:g} s"})
+        verdict = self._keys.get(name)
         assert isinstance(verdict, _Verdict)
         return verdict
-
-    def _beat(self, rank: int) -> bytes:
-        key = self._key(f"beat/{rank}")
-        return bytes(self._store.get(key)) if self._store.check([key]) else b""
-
-    def _wait(self, key: str, timeout_s: float) -> bool:
-        """Asks again and again: the store's own wait warns on the console whenever it times out."""
-        deadline = time.monotonic() + timeout_s
-        longest_s = 0.004 + self.size / 4096  # so that many ranks do not flood the store
-        pause_s = 0.0005
-        while not self._store.check([key]):
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, longest_s)
-        return True
-
-    def _forget(self, number: int) -> None:
-        """All ranks have left a round once they have met in the one after it."""
-        if number > 0:
-            names = [
-                "verdict",
-                "outcome",
-                "failed",
-                "left",
-                *(f"{k}/{r}" for k in ("here", "beat") for r in range(self.size)),
-            ]
-            for name in names:
-                self._store.delete_key(f"{number}/{name}")
-
-    def _key(self, name: str) -> str:
-        return f"{self._rounds}/{name}"
 
 
 def _inline(part: bytes | Failure, inline_bytes: int) -> bytes | Failure | _Large:

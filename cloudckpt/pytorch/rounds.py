@@ -65,6 +65,19 @@ def combined(parts: Sequence[Any], combine: Callable[[Sequence[Any]], Any]) -> b
         return Failure(foreign(error), False)
 
 
+def settled(outcome: bytes | Failure, mine: bytes | Failure | None) -> Any:
+    """What a round gives; raises what it failed with, after this rank's own error, if ``mine`` is one."""
+    if isinstance(outcome, Failure):
+        raise outcome.error from (mine.error if isinstance(mine, Failure) else None)
+    return unpacked(outcome)
+
+
+def out_of_touch(rank: int, mine: bytes | Failure | None, text: str) -> RankError:
+    """For a round that ``rank`` cannot go on with. ``mine``: its part, as far as it is known."""
+    own = [str(mine.error)] if isinstance(mine, Failure) and not mine.interrupted else []
+    return rank_error({rank: "; ".join([*own, text])})
+
+
 def packed(value: object) -> bytes:
     """Compressed, since names and columns of numbers, of which descriptions and receipts consist, repeat themselves."""
     return isal_zlib.compress(pickle.dumps(value, protocol=5), 1)

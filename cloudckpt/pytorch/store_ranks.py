@@ -20,7 +20,18 @@ from cloudckpt.format.keys import parse_sync_rank, parse_sync_round, sync_key, s
 from cloudckpt.pytorch.group import make_group
 from cloudckpt.pytorch.messages import ForgedMessageError, Messages, Session
 from cloudckpt.pytorch.pace import Pace, Signs
-from cloudckpt.pytorch.rounds import COORDINATOR, Failure, combined, kept_in, packed, packed_part, rank_error, unpacked
+from cloudckpt.pytorch.rounds import (
+    COORDINATOR,
+    Failure,
+    combined,
+    kept_in,
+    out_of_touch,
+    packed,
+    packed_part,
+    rank_error,
+    settled,
+    unpacked,
+)
 from cloudckpt.store.base import Store
 
 T = TypeVar("T")
@@ -97,11 +108,8 @@ class StoreRanks:
             elif is_last or isinstance(outcome, Failure):
                 self._clear()
         except StoreError as error:
-            own = [str(mine.error)] if isinstance(mine, Failure) and not mine.interrupted else []
-            raise rank_error({self.rank: "; ".join([*own, self._lost_touch(error)])}) from error
-        if isinstance(outcome, Failure):
-            raise outcome.error from (mine.error if isinstance(mine, Failure) else None)
-        return unpacked(outcome)  # type: ignore[no-any-return]
+            raise out_of_touch(self.rank, mine, self._lost_touch(error)) from error
+        return settled(outcome, mine)  # type: ignore[no-any-return]
 
     def abandon(self, error: CloudckptError) -> None:
         """For a rank that is no longer in any round, such as one whose process has died: the others hear ``error``.
