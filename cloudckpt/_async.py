@@ -24,7 +24,7 @@ from cloudckpt.progress import Progress
 from cloudckpt.pytorch.rounds import foreign
 from cloudckpt.pytorch.seats import table_of
 from cloudckpt.pytorch.staging import Staged, StagingPool
-from cloudckpt.transfer.planning import SaveOptions
+from cloudckpt.transfer.description import SaveOptions
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -22,7 +22,7 @@ from cloudckpt.pytorch.describe import Describer
 from cloudckpt.pytorch.group import make_group
 from cloudckpt.pytorch.pause import paused_gc
 from cloudckpt.pytorch.state import encode_state, piece_table
-from cloudckpt.transfer.planning import RankLayout, SaveOptions
+from cloudckpt.transfer.description import RankLayout, SaveOptions
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -31,17 +31,10 @@ from cloudckpt.store.closing import counted_and_closed
 from cloudckpt.store.paths import mask
 from cloudckpt.store.resolve import resolve
 from cloudckpt.telemetry import Recorder, recorded, slowest
+from cloudckpt.transfer.description import Description, RankLayout, SaveOptions, check_options
 from cloudckpt.transfer.job import ArrayPlan, Blueprint, assemble
 from cloudckpt.transfer.places import Places
-from cloudckpt.transfer.planning import (
-    Assignment,
-    Description,
-    Planner,
-    RankLayout,
-    RankPlan,
-    SaveOptions,
-    check_options,
-)
+from cloudckpt.transfer.planning import Assignment, Planner, RankPlan
 from cloudckpt.transfer.reuse import LastSaves, Reuse
 from cloudckpt.transfer.upload import ChunkWrite, UploadReceipt, upload
 

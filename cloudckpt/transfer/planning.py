@@ -10,16 +10,12 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
-from hashlib import blake2b
-from operator import attrgetter
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
-from cloudckpt.errors import InvalidStateError
 from cloudckpt.format import values as plain
 from cloudckpt.format.document import MeshEntry
 from cloudckpt.format.dtypes import dtype
@@ -27,96 +23,18 @@ from cloudckpt.format.keys import new_attempt
 from cloudckpt.format.tree import is_per_rank
 from cloudckpt.plan.rules import ShardingRules, check_all_matched
 from cloudckpt.plan.shard import PieceTable, TensorSpec
-from cloudckpt.plan.skeleton import Skeleton, SkeletonNode
-from cloudckpt.plan.tree import LeafSpec, MergedTree, RankTree, Tie, merge, merge_again, ties_hold
+from cloudckpt.plan.skeleton import Skeleton
+from cloudckpt.plan.tree import MergedTree, RankTree, merge, merge_again, ties_hold
 from cloudckpt.plan.writes import plan_save
+from cloudckpt.transfer.description import Description, RankLayout, SaveOptions, ties_of, topology_of
 from cloudckpt.transfer.job import ArrayPlan, Blueprint, upload_job
-from cloudckpt.transfer.places import Base, KeptSave
+from cloudckpt.transfer.places import Base
 from cloudckpt.transfer.upload import UploadJob
 
 T = TypeVar("T")
 
 PLANS_KEPT = 4
 """Per group of ranks: a job may save several states in turn, but every plan is held in memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveOptions:
-    """What all ranks must have called save() with alike. ``rules``: their digest."""
-
-    url: str = ""
-    step: int | None
-    layout: str
-    compression: str | None
-    overwrite: bool
-    values: str
-    check_replicas: str
-    chunk_bytes: int
-    rules: str | None = None
-    incremental: bool = False
-    model_version: str | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class RankLayout:
-    """All that plans take of one rank's state. ``pieces`` are numbered as ``leaves``; ``matched``: numbers of rules."""
-
-    skeleton: SkeletonNode
-    leaves: tuple[LeafSpec, ...]
-    pieces: PieceTable
-    meshes: tuple[MeshEntry, ...]
-    matched: tuple[int, ...] = ()
-
-    def digest(self, options: SaveOptions) -> bytes:
-        """Differs wherever another plan might come out, or another error."""
-        planned = replace(options, url="", step=None, overwrite=False, incremental=False, model_version=None)
-        found = blake2b(self.topology, digest_size=16)
-        found.update(msgspec.json.encode([planned, self.matched]))
-        return found.digest()
-
-    @cached_property
-    def topology(self) -> bytes:
-        """A digest of what the rank holds, but for bytes and plain values."""
-        found = blake2b(digest_size=16)
-        leaves = [(*_leaf_fields(spec), spec.tie and _tie_fields(spec.tie)) for spec in self.leaves]
-        found.update(msgspec.json.encode([self.skeleton, leaves, self.meshes]))
-        for item in fields(PieceTable):
-            column = getattr(self.pieces, item.name)
-            found.update(msgspec.json.encode([item.name, None if column is None else column.shape]))
-            if column is not None:
-                found.update(column.astype("<i8").tobytes())
-        return found.digest()
-
-
-# The id is a function of the path, and exact where a path need not be JSON. Digests of content are no layout.
-_leaf_fields = attrgetter(*[item.name for item in fields(LeafSpec) if item.name not in {"path", "tie"}])
-_tie_fields = attrgetter(*[item.name for item in fields(Tie) if item.name != "digests"])
-
-
-@dataclass(frozen=True, eq=False)
-class Description:
-    """A rank's part of the first round.
-
-    ``values``: the plain values in tree order, as JSON each. ``ties``: what it holds of the arrays that are
-    declared as tied, by leaf id. ``plans``: ids of the plans that the rank
-    still has for its layout. ``layout``: None where the rank hopes that one of them will do.
-    ``declared``: see `check_found`. ``kept``: the last save that an incremental one need not look up, see `reuse`.
-    """
-
-    options: SaveOptions
-    digest: bytes
-    values: tuple[bytes, ...]
-    ties: Mapping[str, frozenset[Any]]
-    metadata: plain.Node
-    plans: tuple[str, ...]
-    layout: RankLayout | None
-    declared: Mapping[str, bool] = field(default_factory=dict)
-    topology: bytes = b""
-    kept: KeptSave | None = None
-
-    def in_brief(self) -> Description:
-        """Without the layout, if there is hope."""
-        return replace(self, layout=None) if self.plans else self
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,19 +108,12 @@ class Planner:
             layouts = [part.layout for part in parts if part.layout is not None]
             if len(layouts) < len(parts):
                 return None
-            skeletons = _skeletons(layouts)
-            nodes, shared = _filled(skeletons, parts)
-            trees = [RankTree(node, layout.leaves) for node, layout in zip(nodes, layouts, strict=True)]
-            merged = merge(trees, values=options.values, shared=shared)
-            paths = (plain.dotted(spec.path) for spec in merged.leaves)
-            check_all_matched(rules, [layout.matched for layout in layouts], paths)
-            arrays, checked = _plan(layouts, merged, options)
-            meshes = tuple(dict.fromkeys(mesh for layout in layouts for mesh in layout.meshes))
-            attempt = new_attempt()
-            known = _Layout(attempt, tuple(part.digest for part in parts), skeletons, merged, meshes, arrays)
+            known = _planned(parts, layouts, rules)
+            merged = known.merged
             with self._lock:
                 _keep(self._layouts, known.id, known)
-            assignment = Assignment(attempt, known.id, arrays, checked)
+            checked = _to_compare(known.arrays, options.check_replicas)
+            assignment = Assignment(known.id, known.id, known.arrays, checked)
         blueprint = Blueprint(
             attempt=assignment.attempt,
             step=options.step,
@@ -213,7 +124,7 @@ class Planner:
             meshes=known.meshes,
             metadata=parts[0].metadata,
             world_size=len(parts),
-            topology=_topology(parts),
+            topology=topology_of(parts),
             notes=merged.notes,
         )
         return assignment, blueprint
@@ -234,7 +145,7 @@ class Planner:
         everywhere = set(parts[0].plans).intersection(*(part.plans for part in parts))
         with self._lock:
             for layout in self._layouts.values():
-                if layout.digests == digests and layout.id in everywhere and ties_hold(layout.merged, _ties(parts)):
+                if layout.digests == digests and layout.id in everywhere and ties_hold(layout.merged, ties_of(parts)):
                     _keep(self._layouts, layout.id, layout)
                     return layout
         return None
@@ -247,25 +158,28 @@ def _keep(kept: OrderedDict[str, T], name: str, item: T) -> None:
         kept.popitem(last=False)
 
 
-def _topology(parts: Sequence[Description]) -> str:
-    return blake2b(b"".join(part.topology for part in parts), digest_size=16).hexdigest()
-
-
-def check_options(parts: Sequence[Description]) -> None:
-    """Raises InvalidStateError unless all ranks were called alike."""
+def _planned(parts: Sequence[Description], layouts: Sequence[RankLayout], rules: ShardingRules | None) -> _Layout:
+    """A new plan, named after the attempt that it is made for."""
     options = parts[0].options
-    for rank, part in enumerate(parts):
-        if part.options != options:
-            raise InvalidStateError(f"save() was called with {options} on rank 0 but {part.options} on rank {rank}")
+    skeletons = _skeletons(layouts)
+    nodes, shared = _filled(skeletons, parts)
+    trees = [RankTree(node, layout.leaves) for node, layout in zip(nodes, layouts, strict=True)]
+    merged = merge(trees, values=options.values, shared=shared)
+    paths = (plain.dotted(spec.path) for spec in merged.leaves)
+    check_all_matched(rules, [layout.matched for layout in layouts], paths)
+    arrays = _plan_arrays(layouts, merged, options)
+    meshes = tuple(dict.fromkeys(mesh for layout in layouts for mesh in layout.meshes))
+    return _Layout(new_attempt(), tuple(part.digest for part in parts), skeletons, merged, meshes, arrays)
 
 
-def _ties(parts: Sequence[Description]) -> dict[str, frozenset[Any]]:
-    """What all ranks together hold of the arrays that are declared as tied."""
-    found: dict[str, frozenset[Any]] = {}
-    for part in parts:
-        for name, digests in part.ties.items():
-            found[name] = found.get(name, frozenset()) | digests
-    return found
+def _plan_arrays(layouts: Sequence[RankLayout], merged: MergedTree, options: SaveOptions) -> ArrayPlan:
+    """Who writes what."""
+    numbers = {spec.id: i for i, spec in enumerate(merged.leaves)}
+    tables = [_renumbered(layout, numbers) for layout in layouts]
+    specs = [TensorSpec(plain.dotted(s.path), s.shape, dtype(s.dtype).itemsize) for s in merged.leaves]
+    chunks = plan_save(specs, tables, chunk_bytes=options.chunk_bytes)
+    names = tuple(merged.names[spec.id] for spec in merged.leaves)
+    return ArrayPlan(merged.leaves, names, chunks, options.compression)
 
 
 def _skeletons(layouts: Sequence[RankLayout]) -> tuple[Skeleton, ...]:
@@ -288,17 +202,6 @@ def _filled(skeletons: Sequence[Skeleton], parts: Sequence[Description]) -> tupl
     nodes = [s.fill([decoded[v] for v in part.values]) for s, part in zip(skeletons, parts, strict=True)]
     shared = {id(node) for node in decoded.values() if not is_per_rank(node)}
     return nodes, shared.union(*(skeleton.settled for skeleton in set(skeletons)))
-
-
-def _plan(layouts: Sequence[RankLayout], merged: MergedTree, options: SaveOptions) -> tuple[ArrayPlan, tuple[int, ...]]:
-    """Who writes what, and which arrays are to be compared."""
-    numbers = {spec.id: i for i, spec in enumerate(merged.leaves)}
-    tables = [_renumbered(layout, numbers) for layout in layouts]
-    specs = [TensorSpec(plain.dotted(s.path), s.shape, dtype(s.dtype).itemsize) for s in merged.leaves]
-    chunks = plan_save(specs, tables, chunk_bytes=options.chunk_bytes)
-    names = tuple(merged.names[spec.id] for spec in merged.leaves)
-    arrays = ArrayPlan(merged.leaves, names, chunks, options.compression)
-    return arrays, _to_compare(arrays, options.check_replicas)
 
 
 def _renumbered(layout: RankLayout, numbers: Mapping[str, int]) -> PieceTable:

@@ -19,8 +19,9 @@ from cloudckpt.format.values import encode
 from cloudckpt.plan.shard import PieceTable
 from cloudckpt.plan.skeleton import split
 from cloudckpt.plan.tree import LeafSpec, Tie
+from cloudckpt.transfer.description import RankLayout, SaveOptions, check_options
 from cloudckpt.transfer.job import Blueprint
-from cloudckpt.transfer.planning import PLANS_KEPT, Planner, RankLayout, RankPlan, SaveOptions, check_options
+from cloudckpt.transfer.planning import PLANS_KEPT, Planner, RankPlan
 
 OPTIONS = SaveOptions(
     url="memory://x",
