@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -19,6 +17,7 @@ from cloudckpt.store import probe
 from cloudckpt.store.base import Buffer, ObjectInfo, RequestCounts, Upload, byte_view
 from cloudckpt.store.counts import Counter
 from cloudckpt.store.fsspec_errors import facts, translated
+from cloudckpt.store.fsspec_instance import Instance
 from cloudckpt.store.paths import clean_prefix, join, mask, place, scheme_of
 from cloudckpt.store.retry import Backoff, call
 
@@ -54,8 +53,7 @@ class FsspecStore:
     ``put`` is as atomic as the filesystem's own ``pipe_file``, an upload as its ``open`` with
     ``autocommit=False``: on object stores wholly, on things like sftp a reader may see an object
     that is being written.
-    ``make`` builds another instance, in a forked child or after credentials have expired.
-    ``watch_credentials``: see `ChainCredentials.watch`; None for credentials that cannot be read anew.
+    ``make``, ``watch_credentials``: see `Instance`.
     """
 
     def __init__(
@@ -69,12 +67,7 @@ class FsspecStore:
     ) -> None:
         self._url = mask(url)
         self._config = config or Config()
-        self._make = make or (lambda: _clone(filesystem))
-        self._is_own = make is not None
-        self._watch_credentials = watch_credentials
-        self._instance = filesystem
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._instance = Instance(filesystem, make, watch_credentials)
         self._root = str(filesystem._strip_protocol(url)).rstrip("/")
         self._protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
         self._is_object_store = bool(self._protocols & _OBJECT_STORES)
@@ -88,7 +81,7 @@ class FsspecStore:
         self._counter = Counter()
 
     def __repr__(self) -> str:
-        return f"FsspecStore({self._url!r}, {type(self._instance).__name__})"
+        return f"FsspecStore({self._url!r}, {self._instance.kind})"
 
     @property
     def url(self) -> str:
@@ -174,7 +167,7 @@ class FsspecStore:
 
             endpoint = endpoint_of(self._fs)
         bucket = self._root.partition("/")[0]
-        identity = f"fsspec|{type(self._instance).__name__}|{mask(endpoint)}|{bucket}"
+        identity = f"fsspec|{self._instance.kind}|{mask(endpoint)}|{bucket}"
         return probe.honours_conditions(self._create, self.delete, identity)
 
     def open_upload(self, key: str, nbytes_hint: int | None = None) -> Upload:
@@ -200,19 +193,7 @@ class FsspecStore:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         top = self._top(prefix)
-
-        def find() -> Mapping[str, Mapping[str, Any]]:
-            self._counter.add(others=1)
-            filesystem = self._fs
-            filesystem.invalidate_cache()
-            try:
-                return dict(filesystem.find(top, detail=True))
-            except (FileNotFoundError, NotADirectoryError) as error:
-                if facts(error).code == "NoSuchBucket":
-                    raise
-                return {}
-
-        found = self._call("list", prefix, find)
+        found = dict(self._listed(prefix, lambda filesystem: filesystem.find(top, detail=True).items()))
         for path in sorted(found):
             about = found[path]
             # A file of exactly this name is not below it; a name that ends in "/" marks a folder.
@@ -224,19 +205,7 @@ class FsspecStore:
 
     def common_prefixes(self, prefix: str) -> Sequence[str]:
         top = self._top(prefix)
-
-        def ls() -> Sequence[Mapping[str, Any]]:
-            self._counter.add(others=1)
-            filesystem = self._fs
-            filesystem.invalidate_cache()
-            try:
-                return tuple(filesystem.ls(top, detail=True))
-            except (FileNotFoundError, NotADirectoryError) as error:
-                if facts(error).code == "NoSuchBucket":
-                    raise
-                return ()
-
-        found = self._call("list", prefix, ls)
+        found = self._listed(prefix, lambda filesystem: filesystem.ls(top, detail=True))
         folders = [about["name"].rstrip("/") for about in found if about["type"] == "directory"]
         keys = sorted(self._key(path) for path in folders if path != top)
         if not self._is_object_store or "memory" in self._protocols:  # there may be empty folders
@@ -254,36 +223,15 @@ class FsspecStore:
             return {key: reason for key, reason in zip(all_keys, reasons, strict=True) if reason is not None}
 
     def close(self) -> None:
-        if self._is_own and self._is_s3 and self._pid == os.getpid():
+        own = self._instance.own
+        if own is not None and self._is_s3:
             from cloudckpt.store.fsspec_s3 import close_session
 
-            close_session(self._instance)
+            close_session(own)
 
     @property
     def _fs(self) -> AbstractFileSystem:
-        if self._pid != os.getpid():
-            with self._lock:
-                if self._pid != os.getpid():
-                    # The parent's event loop does not run here.
-                    self._instance = self._make()
-                    self._pid = os.getpid()
-        return self._instance
-
-    def _renewal(self) -> Callable[[], bool] | None:
-        """What to call if the credentials of the request that comes have expired."""
-        if self._watch_credentials is None:
-            return None
-        used, are_others = self._instance, self._watch_credentials()
-
-        def renew() -> bool:
-            with self._lock:
-                if self._instance is used:
-                    if not are_others():
-                        return False
-                    self._instance = self._make()
-            return True
-
-        return renew
+        return self._instance.current
 
     def _read_range(self, key: str, start: int, end: int) -> bytes:
         path = self._path(key)
@@ -334,6 +282,22 @@ class FsspecStore:
         if not self._is_object_store:
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
+    def _listed(self, prefix: str, ask: Callable[[AbstractFileSystem], Iterable[T]]) -> Sequence[T]:
+        """What is told of a folder; nothing where there is none."""
+
+        def listed() -> Sequence[T]:
+            self._counter.add(others=1)
+            filesystem = self._fs
+            filesystem.invalidate_cache()
+            try:
+                return tuple(ask(filesystem))
+            except (FileNotFoundError, NotADirectoryError) as error:
+                if facts(error).code == "NoSuchBucket":
+                    raise
+                return ()
+
+        return self._call("list", prefix, listed)
+
     def _delete_one(self, key: str) -> str | None:
         path = self._path(key)
 
@@ -370,7 +334,7 @@ class FsspecStore:
             self._url,
             bucket=self._root.partition("/")[0],
             transport_errors=self._transport_errors,
-            renew=self._renewal(),
+            renew=self._instance.renewal(),
         )
 
     def _path(self, key: str) -> str:
@@ -382,10 +346,6 @@ class FsspecStore:
 
     def _key(self, path: str) -> str:
         return path.removeprefix(self._root).lstrip("/")
-
-
-def _clone(filesystem: AbstractFileSystem) -> AbstractFileSystem:
-    return type(filesystem)(*filesystem.storage_args, **filesystem.storage_options, skip_instance_cache=True)
 
 
 def _modified_s(about: Mapping[str, Any]) -> float:
