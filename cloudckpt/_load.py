@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -14,24 +13,21 @@ from cloudckpt import catalog
 from cloudckpt.config import Config
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.manifest import Manifest, decode_manifest
-from cloudckpt.format.tree import TreePath, leaves
-from cloudckpt.plan.changes import Cast, Changes, Resizes
+from cloudckpt.plan.changes import Cast, Resizes
 from cloudckpt.plan.exchange import ROUND_BYTES
-from cloudckpt.plan.migrations import migrations_between
 from cloudckpt.plan.reads import RangeRead
 from cloudckpt.plan.rename import Rules
 from cloudckpt.plan.rules import ShardingRules
-from cloudckpt.plan.view import describe_rules, renamed
 from cloudckpt.progress import Progress, start_progress
+from cloudckpt.pytorch.compare import LoadCall, compare
 from cloudckpt.pytorch.describe import Describer
 from cloudckpt.pytorch.exchange import run_exchange
-from cloudckpt.pytorch.fill import check_root, match_state
+from cloudckpt.pytorch.fill import check_root
 from cloudckpt.pytorch.group import Group, make_group
-from cloudckpt.pytorch.match import Match
 from cloudckpt.pytorch.ranks import Ranks
-from cloudckpt.pytorch.sharing import ExchangeMode, Groups, Prepared, Scope, Shared, describe, prepare, share
+from cloudckpt.pytorch.sharing import ExchangeMode, Groups, Prepared, Scope, Shared, share
 from cloudckpt.pytorch.targets import ChunkPlaces
-from cloudckpt.pytorch.wishes import NOTHING_SHARED, Verdict, Wish, judge, pack_bits, unpack_bits
+from cloudckpt.pytorch.wishes import NOTHING_SHARED, Verdict, judge, pack_bits, unpack_bits
 from cloudckpt.store.base import Store
 from cloudckpt.store.closing import counted_and_closed
 from cloudckpt.store.paths import mask
@@ -78,45 +74,12 @@ class LoadReport:
     migrated: list[str | None] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Request:
-    """What load() was called with."""
-
-    state: Any
-    url: str
-    strict: bool
-    cast: Cast
-    exchange: ExchangeMode
-    exchange_scope: Scope
-    rules: ShardingRules | None
-    rename: Rules | None
-    model_version: str | None
-    resize: Resizes | None
-    groups: Groups | None
-    allow_pickle: bool
-    progress: Progress
-    config: Config
-
-
 @dataclass(frozen=True, eq=False)
 class _Source:
     """What a rank makes before it knows what is stored."""
 
     store: Store
     describer: Describer
-
-
-@dataclass(frozen=True, eq=False)
-class _Compared:
-    """What a rank keeps of the comparison. ``stored``: all leaves, under the names that the target has.
-
-    ``prepared``: None where something differs that no option forgives.
-    """
-
-    match: Match
-    stored: Sequence[TreePath]
-    migrated: list[str | None]
-    prepared: Prepared | None
 
 
 @dataclass(frozen=True)
@@ -176,7 +139,7 @@ def load(
     """
     config = config or Config()
     ranks = make_group(group, config.rank_timeout_s)
-    request = _Request(
+    call = LoadCall(
         state=state,
         url=os.fspath(url),
         strict=strict,
@@ -202,7 +165,7 @@ def load(
         return _Source(opened[0], describer), None
 
     with (
-        recorded("load", mask(request.url), ranks.rank, ranks.size) as recorder,
+        recorded("load", mask(call.url), ranks.rank, ranks.size) as recorder,
         counted_and_closed(opened, recorder),
     ):
         with recorder.stage("manifest"):
@@ -212,16 +175,23 @@ def load(
         with recorder.stage("compare"):
             compared, verdict = _round(
                 ranks,
-                lambda: _compare(request, ranks, source, manifest),
+                lambda: compare(
+                    call, manifest, source.store.url, source.describer, ranks, read_bytes=effective_read_bytes(config)
+                ),
                 lambda own, wishes: judge(
                     wishes, own.stored, source.store.url, strict=strict, rules=rules, resize=resize
                 ),
             )
         assert compared.prepared is not None, "judge() raises where it is"
         with recorder.stage("plan"):
-            shared = _share(request, ranks, compared.prepared, verdict)
-        read = _read(request, ranks, source.store, manifest, compared.prepared, shared, recorder, verdict)
-        report = replace(read, migrated=compared.migrated)
+            shared = _share(call, ranks, compared.prepared, verdict)
+        reading = _Reading(call, ranks, source.store, manifest, compared.prepared, shared)
+        report = ranks.round(
+            lambda: reading.run(recorder),
+            lambda results: _report(manifest, verdict, shared, results),
+            is_last=not verdict.has_objects,
+        )
+        report = replace(report, migrated=compared.migrated)
 
         @recorder.stage("finish")
         def finish() -> None:
@@ -247,169 +217,110 @@ def _round(ranks: Group, part: Callable[[], tuple[K, T]], combine: Callable[[K, 
     """
     kept: list[K] = []
 
-    def told() -> T:
+    def tell() -> T:
         own, told = part()
         kept.append(own)
         return told
 
-    outcome = ranks.round(told, lambda parts: combine(kept[0], parts))
+    outcome = ranks.round(tell, lambda parts: combine(kept[0], parts))
     return kept[0], outcome
 
 
-def _compare(request: _Request, ranks: Group, source: _Source, manifest: Manifest) -> tuple[_Compared, Wish]:
-    """What this rank's target asks for, and what the others must know of it. Nothing is changed."""
-    config, rules = request.config, request.rules
-    stored_version = manifest.document.model_version
-    changes = Changes.of(request.cast, request.resize)
-    migrations = migrations_between(stored_version, request.model_version, source.store.url)
-    view = renamed(manifest, request.rename, changes, migrations)
-    match = match_state(
-        request.state,
-        manifest,
-        rank=ranks.rank,
-        world_size=ranks.size,
-        allow_pickle=request.allow_pickle,
-        describer=source.describer,
-        view=view,
-    )
-    prepared, sharing = None, None
-    if match.problems.is_readable:
-        prepared = prepare(manifest, match, ranks, request.groups, read_bytes=effective_read_bytes(config))
-        if request.exchange != "none" and isinstance(ranks, Ranks):
-            sharing = describe(prepared, manifest, ranks)
-    alike = {
-        "url": request.url,
-        "strict": request.strict,
-        "exchange": request.exchange,
-        "exchange_scope": request.exchange_scope,
-        "rules": None if rules is None else rules.digest,
-        "changes": str(changes),
-        "rename": describe_rules(request.rename, view),
-        **asdict(config),
-    }
-    stored = [path for path, _ in leaves(view.tree)]
-    wish = Wish(
-        asked=pack_bits(np.array([path in match.asked for path in stored], dtype=bool)),
-        problems=match.problems,
-        arguments=tuple(alike.items()),
-        has_objects=match.has_objects,
-        matched=tuple(sorted(source.describer.matched)),
-        patterns=frozenset(match.patterns),
-        cast=match.cast,
-        resized=match.resized,
-        sharing=sharing,
-        declared=match.declared,
-    )
-    migrated = [stored_version, *(step.to_version for step in migrations)] if migrations else []
-    return _Compared(match, stored, migrated, prepared), wish
-
-
-def _share(request: _Request, ranks: Group, prepared: Prepared, verdict: Verdict) -> Shared | None:
+def _share(call: LoadCall, ranks: Group, prepared: Prepared, verdict: Verdict) -> Shared | None:
     """The plan to read each byte once; None where each rank reads what it wants."""
     if verdict.agreement is None:
         return None
     assert isinstance(ranks, Ranks)
-    half = request.config.memory_bytes // 2
-    return share(ranks, prepared, verdict.agreement, request.exchange, request.exchange_scope, buffer_bytes=half)
+    half = call.config.memory_bytes // 2
+    return share(ranks, prepared, verdict.agreement, call.exchange, call.exchange_scope, buffer_bytes=half)
 
 
-def _read(
-    request: _Request,
-    ranks: Group,
-    store: Store,
-    manifest: Manifest,
-    prepared: Prepared,
-    shared: Shared | None,
-    recorder: Recorder,
-    verdict: Verdict,
-) -> LoadReport:
-    """Fill all tensors, and tell what that took on all ranks."""
-    num_chunks = manifest.document.chunks.count
+@dataclass(frozen=True, eq=False)
+class _Reading:
+    """How a rank fills its tensors. ``shared``: what it passes on and is passed; None where it reads by itself."""
 
-    def fetch() -> _Result:
-        before = store.counts
+    call: LoadCall
+    ranks: Group
+    store: Store
+    manifest: Manifest
+    prepared: Prepared
+    shared: Shared | None
+
+    def run(self, recorder: Recorder) -> _Result:
+        before = self.store.counts
         with recorder.stage("read"):
-            sent = _fill(request, ranks, store, manifest, prepared, shared)
-        counts = store.counts
-        touched = np.zeros(num_chunks, dtype=bool)
-        touched[prepared.alone.parts.chunk] = True
+            sent = self._fill()
+        counts = self.store.counts
+        touched = np.zeros(self.manifest.document.chunks.count, dtype=bool)
+        touched[self.prepared.alone.parts.chunk] = True
         fetched = counts.bytes_fetched - before.bytes_fetched
         return _Result(pack_bits(touched), fetched, sent, counts.requests, recorder.seconds)
 
-    def summarise(results: Sequence[_Result]) -> LoadReport:
-        touched = np.zeros(num_chunks, dtype=bool)
-        for result in results:
-            touched |= unpack_bits(result.touched, num_chunks)
-        reason = verdict.reason
-        if verdict.agreement is not None:
-            reason = NOTHING_SHARED if shared is None else "chunks are wanted by several ranks"
-        return LoadReport(
-            step=manifest.document.step,
-            missing=verdict.missing,
-            unexpected=verdict.unexpected,
-            bytes_needed=int(manifest.columns.nbytes[touched].sum()),
-            bytes_fetched=sum(r.bytes_fetched for r in results),
-            bytes_sent=sum(r.bytes_sent for r in results),
-            num_requests=sum(r.num_requests for r in results),
-            seconds=slowest([result.seconds for result in results]),
-            exchange="none" if shared is None else shared.plan.kind,
-            exchange_reason=reason,
-            cast=verdict.cast,
-            resized=verdict.resized,
-        )
-
-    return ranks.round(fetch, summarise, is_last=not verdict.has_objects)
-
-
-def _fill(
-    request: _Request,
-    ranks: Group,
-    store: Store,
-    manifest: Manifest,
-    prepared: Prepared,
-    shared: Shared | None,
-) -> int:
-    """Returns the bytes that were passed on."""
-    config = request.config
-    transfer = partial(_transfer, store, manifest, ranks=ranks, progress=request.progress)
-    if shared is None:
-        places = ChunkPlaces(manifest, prepared.targets, prepared.alone.parts)
-        transfer(prepared.alone.reads, places.open_sink, config=config, staged_bytes=places.staged_bytes)
-        return 0
-    # One half of the budget for what is being read, the other for what is being passed on.
-    half = replace(config, memory_bytes=max(1, config.memory_bytes // 2))
-    return run_exchange(
-        manifest,
-        prepared.targets,
-        shared,
-        lambda it: transfer(it.reads, it.open_sink, config=half, admit=it.admit, staged_bytes=it.places.staged_bytes),
-        # Reads end with their rounds: several a round, so that enough are in flight.
-        read_bytes=min(ROUND_BYTES // 2, effective_read_bytes(half)),
-    )
-
-
-def _transfer(
-    store: Store,
-    manifest: Manifest,
-    reads: Sequence[RangeRead],
-    open_sink: OpenSink,
-    *,
-    ranks: Group,
-    progress: Progress,
-    config: Config,
-    staged_bytes: Callable[[Sequence[int]], int],
-    admit: Admit | None = None,
-) -> None:
-    total = sum(read.nbytes for read in reads)
-    with start_progress(progress, "load", total, show=ranks.rank == 0) as advance:
-        download(
-            store,
+    def _fill(self) -> int:
+        """Returns the bytes that were passed on."""
+        config, manifest, targets = self.call.config, self.manifest, self.prepared.targets
+        if self.shared is None:
+            alone = self.prepared.alone
+            places = ChunkPlaces(manifest, targets, alone.parts)
+            self._transfer(alone.reads, places.open_sink, config=config, staged_bytes=places.staged_bytes)
+            return 0
+        # One half of the budget for what is being read, the other for what is being passed on.
+        half = replace(config, memory_bytes=max(1, config.memory_bytes // 2))
+        return run_exchange(
             manifest,
-            reads,
-            open_sink,
-            config=config,
-            cancel=ranks.cancel,
-            advance=advance,
-            admit=admit,
-            staged_bytes=staged_bytes,
+            targets,
+            self.shared,
+            lambda it: self._transfer(
+                it.reads, it.open_sink, config=half, admit=it.admit, staged_bytes=it.places.staged_bytes
+            ),
+            # Reads end with their rounds: several a round, so that enough are in flight.
+            read_bytes=min(ROUND_BYTES // 2, effective_read_bytes(half)),
         )
+
+    def _transfer(
+        self,
+        reads: Sequence[RangeRead],
+        open_sink: OpenSink,
+        *,
+        config: Config,
+        staged_bytes: Callable[[Sequence[int]], int],
+        admit: Admit | None = None,
+    ) -> None:
+        total = sum(read.nbytes for read in reads)
+        with start_progress(self.call.progress, "load", total, show=self.ranks.rank == 0) as advance:
+            download(
+                self.store,
+                self.manifest,
+                reads,
+                open_sink,
+                config=config,
+                cancel=self.ranks.cancel,
+                advance=advance,
+                admit=admit,
+                staged_bytes=staged_bytes,
+            )
+
+
+def _report(manifest: Manifest, verdict: Verdict, shared: Shared | None, results: Sequence[_Result]) -> LoadReport:
+    """On the coordinator."""
+    num_chunks = manifest.document.chunks.count
+    touched = np.zeros(num_chunks, dtype=bool)
+    for result in results:
+        touched |= unpack_bits(result.touched, num_chunks)
+    reason = verdict.reason
+    if verdict.agreement is not None:
+        reason = NOTHING_SHARED if shared is None else "chunks are wanted by several ranks"
+    return LoadReport(
+        step=manifest.document.step,
+        missing=verdict.missing,
+        unexpected=verdict.unexpected,
+        bytes_needed=int(manifest.columns.nbytes[touched].sum()),
+        bytes_fetched=sum(r.bytes_fetched for r in results),
+        bytes_sent=sum(r.bytes_sent for r in results),
+        num_requests=sum(r.num_requests for r in results),
+        seconds=slowest([result.seconds for result in results]),
+        exchange="none" if shared is None else shared.plan.kind,
+        exchange_reason=reason,
+        cast=verdict.cast,
+        resized=verdict.resized,
+    )
