@@ -29,6 +29,11 @@ def byte_view(data: Buffer) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
+def ends_early(url: str, key: str, end: int, wanted: int) -> StoreError:
+    """For an object that ends before a range that is asked of it does."""
+    return StoreError(f"{key} of {url} ends at byte {end}, not {wanted}", key=key, retryable=False)
+
+
 @dataclass(frozen=True)
 class ObjectInfo:
     key: str

@@ -14,7 +14,7 @@ from fsspec.spec import AbstractFileSystem
 from cloudckpt.config import Config
 from cloudckpt.errors import NotFoundError, StoreError
 from cloudckpt.store import probe
-from cloudckpt.store.base import Buffer, ObjectInfo, RequestCounts, Upload, byte_view
+from cloudckpt.store.base import Buffer, ObjectInfo, RequestCounts, Upload, byte_view, ends_early
 from cloudckpt.store.counts import Counter
 from cloudckpt.store.fsspec_errors import facts, translated
 from cloudckpt.store.fsspec_instance import Instance
@@ -318,7 +318,7 @@ class FsspecStore:
     def _check_end(self, key: str, wanted: int) -> None:
         found = self.size(key)
         if found < wanted:
-            raise StoreError(f"{key} of {self._url} ends at byte {found}, not {wanted}", key=key, retryable=False)
+            raise ends_early(self._url, key, found, wanted)
 
     def _call(self, verb: str, key: str, operation: Callable[[], T]) -> T:
         def attempt() -> T:

@@ -19,7 +19,7 @@ from cloudckpt.config import Config
 from cloudckpt.errors import NotFoundError, StoreError
 from cloudckpt.format.keys import parse_step, split_key
 from cloudckpt.store import temporary
-from cloudckpt.store.base import Buffer, ObjectInfo, RequestCounts, Upload, byte_view
+from cloudckpt.store.base import Buffer, ObjectInfo, RequestCounts, Upload, byte_view, ends_early
 from cloudckpt.store.counts import Counter
 from cloudckpt.store.paths import clean_prefix, place
 from cloudckpt.store.retry import call
@@ -69,7 +69,7 @@ class LocalStore:
             with self._reading(key):
                 end = os.fstat(descriptor).st_size
             if byte_offset + nbytes > end:
-                raise self._ends_early(key, end, byte_offset + nbytes)
+                raise ends_early(self.url, key, end, byte_offset + nbytes)
             self._counter.add(gets=1)
             buffer = memoryview(bytearray(min(nbytes, READ_BYTES)))
             done = 0
@@ -77,7 +77,7 @@ class LocalStore:
                 with self._reading(key):
                     got = os.preadv(descriptor, [buffer[: nbytes - done]], byte_offset + done)
                 if got == 0:
-                    raise self._ends_early(key, byte_offset + done, byte_offset + nbytes)
+                    raise ends_early(self.url, key, byte_offset + done, byte_offset + nbytes)
                 self._counter.add(bytes_fetched=got)
                 done += got
                 yield buffer[:got]
@@ -192,9 +192,6 @@ class LocalStore:
             os.close(descriptor)
             raise NotFoundError(f"no object {key} in {self._root}: it is no file")
         return descriptor
-
-    def _ends_early(self, key: str, end: int, wanted: int) -> StoreError:
-        return StoreError(f"{key} of {self._root} ends at byte {end}, not {wanted}", key=key, retryable=False)
 
     @contextlib.contextmanager
     def _reading(self, key: str) -> Iterator[None]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from cloudckpt.errors import NotFoundError, StoreError
-from cloudckpt.store.base import Buffer, ObjectInfo, RequestCounts, Upload
+from cloudckpt.store.base import Buffer, ObjectInfo, RequestCounts, Upload, ends_early
 from cloudckpt.store.counts import Counter
 from cloudckpt.store.paths import clean_prefix, place
 
@@ -45,9 +45,7 @@ class MemoryStore:
     def stream(self, key: str, byte_offset: int, nbytes: int) -> Iterator[Buffer]:
         data = self._value(key)
         if byte_offset + nbytes > len(data):
-            raise StoreError(
-                f"{key} of {self._url} ends at byte {len(data)}, not {byte_offset + nbytes}", key=key, retryable=False
-            )
+            raise ends_early(self._url, key, len(data), byte_offset + nbytes)
         self._counter.add(gets=1, bytes_fetched=nbytes)
         if nbytes:
             yield memoryview(data)[byte_offset : byte_offset + nbytes]

@@ -14,7 +14,7 @@ from obstore.exceptions import AlreadyExistsError, PermissionDeniedError
 from cloudckpt.config import KIB, Config
 from cloudckpt.errors import NoBucketError, NotFoundError, StoreError
 from cloudckpt.store import probe
-from cloudckpt.store.base import Buffer, ObjectInfo, RequestCounts, Upload, byte_view
+from cloudckpt.store.base import Buffer, ObjectInfo, RequestCounts, Upload, byte_view, ends_early
 from cloudckpt.store.counts import Counter
 from cloudckpt.store.obstore_clients import make_clients
 from cloudckpt.store.obstore_errors import facts, translated
@@ -270,7 +270,7 @@ class ObstoreStore:
 
     def _check_end(self, key: str, found: int, wanted: int) -> None:
         if found < wanted:
-            raise StoreError(f"{key} of {self._url} ends at byte {found}, not {wanted}", key=key, retryable=False)
+            raise ends_early(self._url, key, found, wanted)
 
     def _watch_credentials(self) -> Callable[[], bool] | None:
         watch = self._clients.watch_credentials
