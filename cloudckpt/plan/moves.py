@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.manifest import Manifest
@@ -29,6 +29,10 @@ class Leaf:
     @property
     def text(self) -> str:
         return path_text(self.path)
+
+
+Move: TypeAlias = tuple[list[Leaf], list[Leaf]]
+"""Leaves that go, and those that come where the first of them was."""
 
 
 class Moves:
@@ -60,7 +64,7 @@ class Moves:
                     f"both become {leaf.text!r}"
                 )
 
-    def _moves(self, rule: Any) -> list[tuple[list[Leaf], list[Leaf]]]:
+    def _moves(self, rule: Any) -> list[Move]:
         """Which leaves go, and what comes in their place."""
         if isinstance(rule, Stack):
             return self._gather(
@@ -117,7 +121,7 @@ class Moves:
         matches = ((leaf, pattern.match(leaf.text)) for leaf in self.leaves)
         return [(leaf, found) for leaf, found in matches if found is not None]
 
-    def _mapped(self, rule: Callable[[str], Any]) -> list[tuple[list[Leaf], list[Leaf]]]:
+    def _mapped(self, rule: Callable[[str], Any]) -> list[Move]:
         moves = []
         for leaf in self.leaves:
             text = rule(leaf.text)
@@ -136,12 +140,32 @@ class Moves:
         target: Target,
         join: Callable[[Sequence[VirtualArray]], VirtualArray],
         tell: Callable[[Sequence[Recorded], int, Sequence[tuple[int, ...]]], Recorded],
-    ) -> list[tuple[list[Leaf], list[Leaf]]]:
+    ) -> list[Move]:
         """Several tensors become one, for every way to fill the target's placeholders."""
         patterns = [Pattern(source) for source in sources]
         counter = _counter(rule, patterns[0].names, names_in(target)) if len(patterns) == 1 else None
-        groups: dict[tuple[str, ...], dict[int, Leaf]] = {}
         common = [name for name in patterns[0].names if name != counter]
+        moves = []
+        for key, members in self._grouped(rule, patterns, target, counter, common).items():
+            first = members[min(members)]
+            held = _without_gaps(rule, members, sources if counter is None else None)
+            made = self._call(rule, held, lambda arrays: [join(arrays)])
+            path = retarget(first.path, target, dict(zip(common, key, strict=True)))
+            dim = rule.dim % len(made[0].shape)
+            told = [recorded_of(leaf.node, leaf.text) for leaf in held]
+            shapes = [self._array(rule, leaf).shape for leaf in held]
+            node = self._add(held[0].node, made[0], tell(told, dim, shapes))
+            moves.append((held, [Leaf(path, first.old, node)]))
+        return moves
+
+    def _grouped(
+        self, rule: Any, patterns: Sequence[Pattern], target: Target, counter: str | None, common: Sequence[str]
+    ) -> dict[tuple[str, ...], dict[int, Leaf]]:
+        """By what the ``common`` placeholders stand for: the numbered parts of one tensor.
+
+        The placeholder ``counter`` numbers them; without one the place of their pattern does.
+        """
+        groups: dict[tuple[str, ...], dict[int, Leaf]] = {}
         for number, pattern in enumerate(patterns):
             if {*pattern.names} != {*patterns[0].names}:
                 raise InvalidStateError(f"rename rule {shown(rule)}: its sources have different placeholders")
@@ -153,23 +177,7 @@ class Moves:
                     raise InvalidStateError(
                         f"rename rule {shown(rule)}: {other.text!r} and {leaf.text!r} are both part {index}"
                     )
-        moves = []
-        for key, members in groups.items():
-            wanted = len(patterns) if counter is None else 1 + max(members)
-            first = members[min(members)]
-            absent = [i for i in range(wanted) if i not in members]
-            if absent:
-                what = [sources[i] for i in absent] if counter is None else f"numbers {absent[:20]}"
-                raise InvalidStateError(f"rename rule {shown(rule)}: beside {first.text!r} there is no {what}")
-            held = [members[i] for i in range(wanted)]
-            made = self._call(rule, held, lambda arrays: [join(arrays)])
-            path = retarget(first.path, target, dict(zip(common, key, strict=True)))
-            dim = rule.dim % len(made[0].shape)
-            told = [recorded_of(leaf.node, leaf.text) for leaf in held]
-            shapes = [self._array(rule, leaf).shape for leaf in held]
-            node = self._add(held[0].node, made[0], tell(told, dim, shapes))
-            moves.append((held, [Leaf(path, first.old, node)]))
-        return moves
+        return groups
 
     def _scatter(
         self,
@@ -177,7 +185,7 @@ class Moves:
         targets: Sequence[Any],
         cut: Callable[[VirtualArray], list[VirtualArray]],
         tell: Callable[[Recorded, int, Sequence[tuple[int, ...]]], list[Recorded]],
-    ) -> list[tuple[list[Leaf], list[Leaf]]]:
+    ) -> list[Move]:
         """One tensor becomes several, or another one."""
         pattern = Pattern(rule.source)
         more = len(targets) == 1 and not {*names_in(targets[0])} <= {*pattern.names}
@@ -228,6 +236,16 @@ class Moves:
         if node["$"] == "ndarray":
             return {"$": "ndarray", "array": name, "numpy": node.get("numpy"), "shape": list(array.shape)}
         return {"$": node["$"], "array": name} | ({"layout": layout} if layout is not None else {})
+
+
+def _without_gaps(rule: Any, members: Mapping[int, Leaf], sources: Sequence[str] | None) -> list[Leaf]:
+    """``sources``: one for every part, where parts are not numbered."""
+    wanted = 1 + max(members) if sources is None else len(sources)
+    absent = [i for i in range(wanted) if i not in members]
+    if absent:
+        what = f"numbers {absent[:20]}" if sources is None else [sources[i] for i in absent]
+        raise InvalidStateError(f"rename rule {shown(rule)}: beside {members[min(members)].text!r} there is no {what}")
+    return [members[i] for i in range(wanted)]
 
 
 def _counter(rule: Any, more: Iterable[str], fewer: Iterable[str]) -> str:
