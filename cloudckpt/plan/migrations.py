@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from cloudckpt.errors import InvalidStateError, MismatchError
+from cloudckpt.plan.rename import Rules
 
-if TYPE_CHECKING:
-    from cloudckpt.plan.rename import Rules
-
-MakeRules: TypeAlias = "Callable[[], Rules]"
+MakeRules: TypeAlias = Callable[[], Rules]
 
 
 @dataclass(frozen=True)
