@@ -24,6 +24,7 @@ from cloudckpt.progress import Progress
 from cloudckpt.pytorch.rounds import foreign
 from cloudckpt.pytorch.seats import table_of
 from cloudckpt.pytorch.staging import Staged, StagingPool
+from cloudckpt.store.resolve import url_text
 from cloudckpt.transfer.description import SaveOptions
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def async_save(
         )
 
     lane = _LANES[executor]
-    pending = PendingSave(os.fspath(url), step)
+    pending = PendingSave(url_text(url), step)
     try:
         copied, staged = lane.stage(prepared, config)
     except BaseException as error:

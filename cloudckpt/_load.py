@@ -30,8 +30,7 @@ from cloudckpt.pytorch.targets import ChunkPlaces
 from cloudckpt.pytorch.wishes import NOTHING_SHARED, Verdict, judge, pack_bits, unpack_bits
 from cloudckpt.store.base import Store
 from cloudckpt.store.closing import counted_and_closed
-from cloudckpt.store.paths import mask
-from cloudckpt.store.resolve import resolve
+from cloudckpt.store.resolve import resolve, shown_url
 from cloudckpt.telemetry import Recorder, recorded, slowest
 from cloudckpt.transfer.download import Admit, OpenSink, download, effective_read_bytes
 
@@ -141,7 +140,7 @@ def load(
     ranks = make_group(group, config.rank_timeout_s)
     call = LoadCall(
         state=state,
-        url=os.fspath(url),
+        url=shown_url(url),
         strict=strict,
         cast=cast,
         exchange=exchange,
@@ -165,7 +164,7 @@ def load(
         return _Source(opened[0], describer), None
 
     with (
-        recorded("load", mask(call.url), ranks.rank, ranks.size) as recorder,
+        recorded("load", call.url, ranks.rank, ranks.size) as recorder,
         counted_and_closed(opened, recorder),
     ):
         with recorder.stage("manifest"):

@@ -28,12 +28,13 @@ from cloudckpt.plan.history import SavedStep, next_branch
 from cloudckpt.progress import Progress
 from cloudckpt.pytorch.group import Group
 from cloudckpt.store.paths import parent
+from cloudckpt.store.resolve import url_text
 
 logger = logging.getLogger(__name__)
 
 MAX_RETRIES = 32
 
-Meet = Callable[[str, Mapping[str, Any] | None, int], AbstractContextManager[Group]]
+Meet = Callable[[str | os.PathLike[str], Mapping[str, Any] | None, int], AbstractContextManager[Group]]
 """The ranks that save to a URL with its storage options, in the try of this number: some meet in the store itself."""
 
 
@@ -65,10 +66,10 @@ def run_tries(
 
     Raises the last error of the run's own store if the fallback fails, too. ``Commit.url`` tells where it went.
     """
-    url = os.fspath(url)
     if policy is None:
         with meet(url, storage_options, 0) as ranks:
             return run_save(ranks, prepare, url, storage_options=storage_options, progress=progress, config=config)
+    url = url_text(url)
     root, name = parent(url)
     save = _StepSave(prepare, Place(root, storage_options), name, policy.fallback, progress, config)
     failures: list[CloudckptError] = []

@@ -28,8 +28,7 @@ from cloudckpt.pytorch.shards import LocalShard
 from cloudckpt.pytorch.state import RankState
 from cloudckpt.store.base import Store
 from cloudckpt.store.closing import counted_and_closed
-from cloudckpt.store.paths import mask
-from cloudckpt.store.resolve import resolve
+from cloudckpt.store.resolve import resolve, shown_url
 from cloudckpt.telemetry import Recorder, recorded, slowest
 from cloudckpt.transfer.description import Description, RankLayout, SaveOptions, check_options
 from cloudckpt.transfer.job import ArrayPlan, Blueprint, assemble
@@ -112,7 +111,7 @@ def run_save(
     shards must not change before this returns. ``find_branch``: for the manifest; asked on the coordinator.
     Raises what `cloudckpt.save` raises.
     """
-    with recorded("save", mask(os.fspath(url)), ranks.rank, ranks.size) as recorder:
+    with recorded("save", shown_url(url), ranks.rank, ranks.size) as recorder:
         return _run(
             ranks,
             prepare,

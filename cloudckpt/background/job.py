@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -53,7 +54,9 @@ class Job:
 def run_job(job: Job, ranks: Group | None, note: Callable[[int, int], None]) -> Commit:
     """Collective over ``ranks``, or, without any, over those that meet in the store. ``note``: see `Progress`."""
 
-    def meet(url: str, options: Mapping[str, Any] | None, number: int) -> AbstractContextManager[Group]:
+    def meet(
+        url: str | os.PathLike[str], options: Mapping[str, Any] | None, number: int
+    ) -> AbstractContextManager[Group]:
         return seated(job, url, options, number) if ranks is None else nullcontext(ranks)
 
     return run_tries(
@@ -72,7 +75,7 @@ NUMBERS_PER_SAVE = MAX_RETRIES + 2
 
 
 @contextmanager
-def seated(job: Job, url: str, options: Mapping[str, Any] | None, number: int) -> Iterator[Group]:
+def seated(job: Job, url: str | os.PathLike[str], options: Mapping[str, Any] | None, number: int) -> Iterator[Group]:
     """The ranks of a try, which meet in the store that it saves to."""
     if job.seat is None:
         yield Alone()

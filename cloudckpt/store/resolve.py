@@ -30,7 +30,7 @@ def resolve(
     uses that filesystem. The part of a URL after the scheme is taken as it stands: ``%20`` is
     not a space.
     """
-    text = _text(url)
+    text = url_text(url)
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise InvalidStateError(f"storage_options must be a mapping, not {type(storage_options).__name__}")
     options = dict(storage_options or {})
@@ -63,7 +63,13 @@ def resolve(
     return _fsspec(text, options, config)
 
 
-def _text(url: object) -> str:
+def shown_url(url: object) -> str:
+    """For messages and logs, whatever a caller has passed; without a password."""
+    return mask(str(os.fspath(url))) if isinstance(url, (str, os.PathLike)) else repr(url)
+
+
+def url_text(url: object) -> str:
+    """The URL as a string. Raises InvalidStateError for what is none."""
     text = os.fspath(url) if isinstance(url, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise InvalidStateError(f"a URL must be a str or a path, not {type(url).__name__}")
