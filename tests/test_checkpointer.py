@@ -181,6 +181,16 @@ def test_pins(tmp_path: Path):
         assert run.prune() == []
 
 
+def test_a_copy_under_another_number_is_pinned_and_released_with_its_step(tmp_path: Path):
+    with Checkpointer(tmp_path) as run:
+        run.save(7, state(7))
+        cloudckpt.copy(tmp_path / "step-00000007", tmp_path / "step-00000005")
+        run.keep(7)
+        assert sorted(path.parent.name for path in tmp_path.rglob(PIN)) == ["step-00000005", "step-00000007"]
+        run.release(7)
+        assert not list(tmp_path.rglob(PIN))
+
+
 def test_a_step_may_be_pinned_while_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     gate = threading.Event()
     real = LocalStore.put_if_absent
@@ -361,6 +371,7 @@ def test_what_waits_is_not_taken_for_new(s3: FaultyS3, tmp_path: Path):
     """Saved in the fallback, then abandoned by going back: once uploaded it is older than what came after."""
     with on(s3, fallback_url=tmp_path / "local") as run:
         run.save(10, state(10))
+        run._upkeep.wait()  # it would warn of the fault
         s3.faults.append(Fault("reset", times=ALWAYS))
         run.save(100, state(100))
         s3.faults.clear()
