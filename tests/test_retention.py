@@ -277,6 +277,19 @@ def test_what_a_manifest_only_claims_to_be_its_own_stays(tmp_path: Path):
     assert not (tmp_path / "step-00000001").exists()
 
 
+def test_a_step_that_comes_back_with_its_old_times_is_new(tmp_path: Path):
+    """``rsync -a`` and rclone bring them along, objects first."""
+    run = Place(str(tmp_path))
+    save(run, 1)
+    (back,) = (tmp_path / "step-00000001").rglob("*.zip")
+    os.utime(back, (1e9, 1e9))
+    manifest = tmp_path / "step-00000001/manifest.json"
+    manifest.rename(tmp_path / "not yet")
+    assert prune(run) == Removal()
+    (tmp_path / "not yet").rename(manifest)
+    assert torch.equal(run.read("step-00000001")["w"], torch.full((500,), 1.0))
+
+
 def test_a_second_name_of_a_step_is_not_a_second_step(tmp_path: Path):
     run = Place(str(tmp_path))
     save(run, 1, 2)

@@ -240,7 +240,8 @@ class LocalStore:
                 continue  # deleted since the folder was read, or a link to nothing or to itself
             if not stat.S_ISREG(found.st_mode):
                 continue
-            yield ObjectInfo(key, found.st_size, found.st_mtime)
+            # Copies by other tools (rsync -a, rclone) come with the times of their originals, and are new all the same.
+            yield ObjectInfo(key, found.st_size, max(found.st_mtime, found.st_ctime))
 
     def _holds_objects(self, prefix: str) -> bool:
         try:
