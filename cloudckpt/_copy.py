@@ -169,9 +169,10 @@ def _copy_step(
                 sent = _send(
                     source, target, manifest, copies, widths, places.config, trust_sizes or is_present, advance
                 )
+                # Also one that was put since an earlier copy.
+                _copy_pin(source, target)
                 if not is_present:
                     _check_sizes(target, wanted)
-                    _copy_pin(source, target)
                     with lease.committing():
                         commit_id = manifest.document.commit_id
                         catalog.commit_bytes(target, data, commit_id, overwrite=present is not None)

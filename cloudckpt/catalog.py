@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from cloudckpt.errors import AlreadyCommittedError, FormatError, NoBucketError, NotFoundError, StoreError
-from cloudckpt.format.keys import MANIFEST, parse_step, split_key
+from cloudckpt.format.keys import MANIFEST, MAX_STEP, parse_step, split_key
 from cloudckpt.format.manifest import Manifest, decode_manifest
 from cloudckpt.plan.history import SavedStep, newest_first
 from cloudckpt.store.base import Store, byte_view
@@ -67,9 +67,12 @@ def read_head(run: Store, step_dir: str) -> Head:
     if not found:  # of another writer, or with a very long model version
         scalars = run.get(key).strip()[:-1]
     try:
-        return msgspec.json.decode(scalars + b"}", type=Head)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        head = msgspec.json.decode(scalars + b"}", type=Head)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"{run.url}/{step_dir}: the manifest is damaged or cut off: {error}") from error
+    if not 0 <= (head.step or 0) <= MAX_STEP or not 0 <= head.branch <= MAX_STEP:
+        raise FormatError(f"{run.url}/{step_dir}: the manifest has an impossible step or branch")
+    return head
 
 
 def check_absent(store: Store, *, overwrite: bool) -> None:

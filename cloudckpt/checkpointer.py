@@ -398,8 +398,11 @@ class Checkpointer:
 
     def _unpin(self, step: int) -> None:
         with self._run.open(self._config) as run:
-            for name in catalog.step_dirs(run):
-                if parse_step(name) == step and (reason := unpin(run, name)) is not None:
+            # By what the directory is called, too: a save that was pinned may have failed.
+            names = {name for name in catalog.step_dirs(run) if parse_step(name) == step}
+            names.update(saved.name for saved in catalog.find_steps(run).committed if saved.step == step)
+            for name in sorted(names):
+                if (reason := unpin(run, name)) is not None:
                     raise StoreError(f"step {step} is still pinned: {reason}", key=f"{name}/{PIN}")
 
     def _on_rank_0(self, do: Callable[[], T]) -> T:

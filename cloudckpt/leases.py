@@ -8,7 +8,7 @@ least one of the two sees the other.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -90,21 +90,30 @@ class Lease:
 
 
 def live(run: Store) -> tuple[Lease, ...]:
-    """All leases of a run, those of dead attempts that nobody has removed yet included. Lists the whole run."""
+    """All leases of a run, those of dead attempts that nobody has removed yet included. Lists all step directories."""
     found = []
-    for info in run.list(""):
-        parsed = parse_lease(info.key)
-        if parsed is None:
-            continue
-        with contextlib.suppress(NotFoundError):  # released since the listing
-            found.append(Lease(*parsed, info.modified_s, _step_dirs(run.get(info.key))))
+    # One by one: what else lies in a run may be large, or not to be read, and a step may be a link to another disk.
+    for step_dir in catalog.step_dirs(run):
+        for info in run.list(step_dir):
+            parsed = parse_lease(info.key)
+            if parsed is None:
+                continue
+            try:
+                step_dirs = _step_dirs(run.get(info.key))
+            except NotFoundError:
+                continue  # released since the listing
+            except StoreError as error:
+                if error.retryable:
+                    raise
+                step_dirs = None
+            found.append(Lease(*parsed, info.modified_s, step_dirs))
     return tuple(found)
 
 
 def _step_dirs(data: bytes) -> frozenset[str] | None:
     try:
         document = msgspec.json.decode(data, type=_Document)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return frozenset(document.step_dirs) if document.format == FORMAT else None
 
@@ -138,11 +147,18 @@ class InUse:
         return self.everything or step_dir in self.step_dirs or key in self.objects.get(step_dir, ())
 
 
-def in_use(run: Store, uses: Uses | None = None, *, without: Iterable[tuple[str, str]] = ()) -> InUse:
+def in_use(
+    run: Store,
+    uses: Uses | None = None,
+    *,
+    without: Iterable[tuple[str, str]] = (),
+    without_leases: Collection[str] = (),
+) -> InUse:
     """What must not be deleted from a run. What is to go must have lost its manifest before this is called.
 
     ``uses``: of earlier calls for the same run, so that no manifest is read twice; it is brought up to date.
-    ``without``: (step directory, commit id) of what would be in use by itself only, to look ahead.
+    ``without``: (step directory, commit id) of what would be in use by itself only, and ``without_leases``: keys of
+    leases, to look ahead.
     """
     uses = {} if uses is None else uses
     before, faults_before = read_uses(run, uses)
@@ -154,7 +170,7 @@ def in_use(run: Store, uses: Uses | None = None, *, without: Iterable[tuple[str,
             objects.setdefault(step_dir, set()).update(keys)
     for gone in uses.keys() - after:
         del uses[gone]
-    named = [lease.step_dirs for lease in leases]
+    named = [lease.step_dirs for lease in leases if lease.key not in without_leases]
     return InUse(
         objects,
         frozenset(name for names in named for name in names or ()),

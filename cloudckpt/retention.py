@@ -6,12 +6,13 @@ what lies about. `cloudckpt.leases` has the other side of it, docs/adr/0016 the 
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cloudckpt import catalog, leases
-from cloudckpt.errors import NotFoundError
+from cloudckpt.errors import NotFoundError, StoreError
 from cloudckpt.format.keys import (
     MANIFEST,
     PIN,
@@ -109,15 +110,17 @@ class Retention:
                 continue
             victims.append(saved)
             candidates.update(objects)
-        if not dry_run:
-            self._left = dict(candidates)
+            if not dry_run:
+                self._left.update(objects)
+        dead: list[str] = []
         if sweep:
-            orphans = dict(self._orphans(steps, busy))
+            orphans = dict(self._orphans(steps, busy, dry_run=dry_run))
             candidates.update(orphans)
             # Before it is looked at who uses what: a dead attempt's lease would protect even itself.
-            dead = [] if dry_run else [key for key in orphans if parse_lease(key) is not None]
-            failed.update(self._run.delete(dead))
-        unused = self._unused(candidates, victims if dry_run else ())
+            dead = [key for key in orphans if parse_lease(key) is not None]
+            if not dry_run:
+                failed.update(self._run.delete(dead))
+        unused = self._unused(candidates, victims if dry_run else (), dead if dry_run else ())
         if not dry_run:
             failed.update(self._run.delete(unused))
             self._left = {key: nbytes for key, nbytes in self._left.items() if key in failed or key not in unused}
@@ -135,23 +138,35 @@ class Retention:
                 continue  # another process was faster
             # Another save may have replaced it: then this is not what the policies have judged.
             if manifest.document.commit_id == saved.commit_id:
-                yield saved, {key_in_run(saved.name, entry.key): entry.nbytes for entry in manifest.objects}
+                objects = {key_in_run(saved.name, entry.key): entry.nbytes for entry in manifest.objects}
+                # Whatever a manifest claims to be its own: other files in a step's directory are somebody else's.
+                yield saved, {key: n for key, n in objects.items() if parse_attempt(split_run_key(key)[1]) is not None}
 
-    def _unused(self, candidates: Collection[str], unseen: Collection[SavedStep]) -> set[str]:
-        """What no committed step uses, but for ``unseen``, and no running save relies on."""
+    def _unused(self, candidates: Collection[str], unseen: Collection[SavedStep], dead: Collection[str]) -> set[str]:
+        """What no committed step uses, but for ``unseen``, and no running save relies on.
+
+        ``dead``: leases that do not count.
+        """
         if not candidates:
             return set()
         without = [(saved.name, saved.commit_id) for saved in unseen]
-        used = leases.in_use(self._run, self._uses, without=without)
+        used = leases.in_use(self._run, self._uses, without=without, without_leases=dead)
         return {key for key in candidates if not used.holds(*split_run_key(key))}
 
-    def _orphans(self, committed: Sequence[SavedStep], busy: Collection[str]) -> Iterator[tuple[str, int]]:
+    def _orphans(
+        self, committed: Sequence[SavedStep], busy: Collection[str], *, dry_run: bool
+    ) -> Iterator[tuple[str, int]]:
         """Objects of attempts in which nothing has happened for long, but for those that ``committed`` list."""
         listed: dict[str, set[str]] = defaultdict(set)
         for saved in committed:
             for name, keys in self._uses.get((saved.name, saved.commit_id), {}).items():
                 listed[name] |= keys
-        now_s = self._store_time_s()
+        try:
+            now_s = self._store_time_s()
+        except StoreError:
+            if not dry_run:
+                raise
+            now_s = time.time()  # who may only read may ask all the same what would go
         leftovers = defaultdict(list)
         for info in self._run.leftovers(""):
             leftovers[split_run_key(info.key)[0]].append(info)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -179,6 +180,16 @@ def test_pins(tmp_path: Path):
         run.release(3)
         assert run.prune() == [1]
         assert run.prune() == []
+
+
+def test_a_copy_under_another_number_is_pinned_and_released_with_its_step(tmp_path: Path):
+    with Checkpointer(tmp_path) as run:
+        run.save(7, state(7))
+        cloudckpt.copy(tmp_path / "step-00000007", tmp_path / "step-00000005")
+        run.keep(7)
+        assert sorted(path.parent.name for path in tmp_path.rglob(PIN)) == ["step-00000005", "step-00000007"]
+        run.release(7)
+        assert not list(tmp_path.rglob(PIN))
 
 
 def test_a_step_may_be_pinned_while_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -361,6 +372,7 @@ def test_what_waits_is_not_taken_for_new(s3: FaultyS3, tmp_path: Path):
     """Saved in the fallback, then abandoned by going back: once uploaded it is older than what came after."""
     with on(s3, fallback_url=tmp_path / "local") as run:
         run.save(10, state(10))
+        run._upkeep.wait()  # it would warn of the fault
         s3.faults.append(Fault("reset", times=ALWAYS))
         run.save(100, state(100))
         s3.faults.clear()
@@ -436,8 +448,8 @@ def test_orphans_go_at_the_first_sweep(tmp_path: Path):
     left = tmp_path / "step-00000001/0123456789ab/r00000-000.zarr.zip"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"12")
-    os.utime(left, (1e9, 1e9))
-    with Checkpointer(tmp_path) as run:
+    time.sleep(0.1)
+    with Checkpointer(tmp_path, orphan_age_s=0.05) as run:
         run.save(2, state(2))
     assert not left.exists()
 

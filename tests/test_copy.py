@@ -447,6 +447,9 @@ def test_a_pin_travels_with_its_checkpoint(src: Place, dst: Place):
     copy(src, dst)
     assert (Path(dst.root) / "step-1/keep").read_text() == "pinned"
     assert not (Path(dst.root) / "step-2/keep").exists()
+    (Path(src.root) / "step-2/keep").write_text("pinned")
+    assert copy(src, dst).steps_present == [1, 2]
+    assert (Path(dst.root) / "step-2/keep").exists()
 
 
 FAULTS = [

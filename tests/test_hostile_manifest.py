@@ -9,6 +9,7 @@ import torch
 
 import cloudckpt
 from cloudckpt import catalog
+from cloudckpt.cli import main
 from cloudckpt.errors import FormatError
 from cloudckpt.format.document import ChunkColumns, ChunkTable, Document
 from cloudckpt.format.manifest import Manifest, decode_manifest
@@ -183,3 +184,23 @@ def test_an_impossible_branch(url):
 def test_what_a_newer_minor_version_allows_is_told_from_damage(url):
     edit(url, lambda d: replace(d, version="1.99", objects=first(d.objects, key="s3://elsewhere/x")))
     refused(url, "unsafe object key.*it has format 1.99, this cloudckpt reads 1")
+
+
+@pytest.mark.parametrize("key", ["manifest.json", "MANIFEST.json", "keep", "0123456789ab/lease"])
+@pytest.mark.parametrize("where", ["", "../step-00000002/"])
+def test_objects_that_are_none_of_a_checkpoints(url, where, key):
+    """A copy would put the manifest before its objects, and retention take another step's away."""
+    edit(url, lambda d: replace(d, objects=(*d.objects, replace(d.objects[0], key=where + key))))
+    refused(url, "unsafe object key")
+
+
+def test_leaves_without_an_array_or_a_shape(url, capsys):
+    edit(url, lambda d: replace(d, tree={**d.tree, "b": {"$": "ndarray", "shape": 3, "array": "b"}}))
+    with pytest.raises(FormatError, match="malformed array"):
+        cloudckpt.read(url, ["b"])
+    assert main(["show", str(url)]) == 0
+    assert "numpy None" in capsys.readouterr().out
+    edit(url, lambda d: replace(d, tree={**d.tree, "a": {"$": "tensor"}}))
+    with pytest.raises(FormatError, match="not listed"):
+        cloudckpt.read(url, ["a"])
+    assert main(["show", str(url)]) == 1

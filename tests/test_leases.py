@@ -70,13 +70,45 @@ def test_leases_hold_whole_steps(run: Store, tmp_path: Path):
     assert leases.live(run) == ()
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b'{"format": "other", "step_dirs": []}', b'{"step_dirs": 1}'])
+DEEP = b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"\xff", b'{"format": "other", "step_dirs": []}', b'{"step_dirs": 1}', pytest.param(DEEP, id="deep")],
+)
 def test_a_lease_that_cannot_be_read_holds_everything(run: Store, content: bytes):
     run.put(f"step-00000003/{ATTEMPT}/lease", content)
     assert leases.in_use(run).holds("step-00000001", "anything")
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"format": "cloudckpt", "version": "9.0"}'])
+def test_so_does_one_that_belongs_to_somebody_else(run: Store, monkeypatch: pytest.MonkeyPatch):
+    run.put(f"step-00000003/{ATTEMPT}/lease", b"")
+    real = run.get
+
+    def get(key: str) -> bytes:
+        if key.endswith("/lease"):
+            raise StoreError("not yours", key=key, retryable=retryable)
+        return real(key)
+
+    monkeypatch.setattr(run, "get", get)
+    retryable = False
+    assert leases.in_use(run).holds("step-00000001", "anything")
+    retryable = True
+    with pytest.raises(StoreError, match="not yours"):
+        leases.in_use(run)
+
+
+def test_leases_in_steps_on_another_disk(run: Store, tmp_path: Path):
+    (tmp_path / "step-00000002").rename(tmp_path / "elsewhere")
+    (tmp_path / "step-00000002").symlink_to(tmp_path / "elsewhere")
+    leases.HeldLease(resolve(tmp_path / "step-00000002"), ATTEMPT).take({"step-00000001"})
+    assert leases.in_use(run).step_dirs == {"step-00000001"}
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b'{"format": "cloudckpt", "version": "9.0"}', pytest.param(DEEP, id="deep")]
+)
 def test_a_manifest_that_cannot_be_read_holds_everything(run: Store, content: bytes):
     run.put("step-00000003/manifest.json", content)
     assert leases.in_use(run).holds("step-00000001", "anything")
@@ -102,3 +134,12 @@ def test_heads(run: Store, tmp_path: Path):
     data = b'{"padding":"' + b"x" * 2000 + b'",' + manifest.encode()[1:]
     run.put("step-00000003/manifest.json", data)
     assert catalog.read_head(run, "step-00000003").commit_id == document.commit_id
+
+
+@pytest.mark.parametrize("change", [b"-5", b"9" * 30, b'2,"branch":-3', b'2,"branch":' + b"9" * 19])
+def test_heads_of_what_cannot_be(run: Store, change: bytes):
+    data = run.get("step-00000002/manifest.json")
+    run.put("step-00000002/manifest.json", data.replace(b'"step":2', b'"step":' + change, 1))
+    steps = catalog.find_steps(run)
+    assert [saved.step for saved in steps.committed] == [1]
+    assert "impossible" in steps.faults["step-00000002"]

@@ -9,12 +9,16 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 import cloudckpt
 from cloudckpt import catalog, leases
+from cloudckpt.errors import StoreError
 from cloudckpt.format.keys import PIN
+from cloudckpt.format.manifest import Manifest, decode_manifest
 from cloudckpt.plan.retention import KeepLast
 from cloudckpt.retention import Removal, Retention, is_pinned, pin, unpin
+from cloudckpt.store.local import LocalStore
 from cloudckpt.store.resolve import resolve
 from tests.field.places import Place
 
@@ -258,3 +262,62 @@ def test_a_pin_travels_and_is_no_fault(place: Place):
     assert f"step-00000001/{PIN}" in place.keys("")
     assert cloudckpt.open_checkpoint(place.url("step-00000001"), storage_options=place.options).step == 1
     run.close()
+
+
+def test_what_a_manifest_only_claims_to_be_its_own_stays(tmp_path: Path):
+    run = Place(str(tmp_path))
+    save(run, 1, 2)
+    (tmp_path / "step-00000002/notes.txt").write_bytes(b"mine")
+    manifest = decode_manifest((tmp_path / "step-00000001/manifest.json").read_bytes(), "here")
+    claimed = replace(manifest.objects[0], key="../step-00000002/notes.txt", nbytes=4)
+    document = replace(manifest.document, objects=(*manifest.objects, claimed))
+    (tmp_path / "step-00000001/manifest.json").write_bytes(Manifest(document).encode())
+    assert prune(run, KeepLast(1)).steps == (1,)
+    assert (tmp_path / "step-00000002/notes.txt").exists()
+    assert not (tmp_path / "step-00000001").exists()
+
+
+def test_a_step_that_comes_back_with_its_old_times_is_new(tmp_path: Path):
+    """``rsync -a`` and rclone bring them along, objects first."""
+    run = Place(str(tmp_path))
+    save(run, 1)
+    (back,) = (tmp_path / "step-00000001").rglob("*.zip")
+    os.utime(back, (1e9, 1e9))
+    manifest = tmp_path / "step-00000001/manifest.json"
+    manifest.rename(tmp_path / "not yet")
+    assert prune(run) == Removal()
+    (tmp_path / "not yet").rename(manifest)
+    assert torch.equal(run.read("step-00000001")["w"], torch.full((500,), 1.0))
+
+
+def test_a_second_name_of_a_step_is_not_a_second_step(tmp_path: Path):
+    run = Place(str(tmp_path))
+    save(run, 1, 2)
+    (tmp_path / "step-2").symlink_to("step-00000002")
+    assert prune(run, KeepLast(1)).steps == (1,)
+    assert torch.equal(run.read("step-2")["w"], torch.full((500,), 2.0))
+
+
+def test_a_dry_run_tells_what_dead_leases_do_not_keep(place: Place, in_two_days: None):
+    save(place, 1, 2)
+    run = run_of(place)
+    for step_dirs in (["step-00000001"], 1):
+        lease = msgspec.json.encode({"format": leases.FORMAT, "step_dirs": step_dirs})
+        run.put("step-00000003/0123456789ab/lease", lease)
+        dry = prune(place, KeepLast(1), dry_run=True)
+        assert (dry.steps, dry.num_objects) == ((1,), 2)
+    assert prune(place, KeepLast(1)) == dry
+    run.close()
+
+
+def test_a_dry_run_needs_no_rights_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = Place(str(tmp_path))
+    save(run, 1, 2)
+
+    def refuse(self, key, data):
+        raise StoreError("read-only", key=key, retryable=False)
+
+    monkeypatch.setattr(LocalStore, "put", refuse)
+    assert prune(run, KeepLast(1), dry_run=True).steps == (1,)
+    with pytest.raises(StoreError, match="read-only"):
+        prune(run, KeepLast(1))

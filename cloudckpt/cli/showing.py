@@ -85,8 +85,8 @@ def _array_rows(checkpoint: Checkpoint) -> Iterator[list[str]]:
             continue
         seen[info.name] = text
         kind = info.dtype if node["$"] == "tensor" else f"numpy {node.get('numpy')}"
-        shape = info.shape if node["$"] == "tensor" else tuple(node.get("shape", ()))
-        yield [text, kind, str(list(shape)), _grid_text(info), human_bytes(info.nbytes)]
+        shape = list(info.shape) if node["$"] == "tensor" else node.get("shape")
+        yield [text, kind, shortened(str(shape), MAX_VALUE_WIDTH), _grid_text(info), human_bytes(info.nbytes)]
 
 
 def _grid_text(info: ArrayInfo) -> str:

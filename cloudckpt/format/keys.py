@@ -18,6 +18,7 @@ MAX_STEP = 10**_MAX_STEP_DIGITS - 1
 _SIBLING = re.compile(r"\.\./([^/]*)/(.*)", re.DOTALL)
 _STEP = re.compile(rf"step-([0-9]{{1,{_MAX_STEP_DIGITS}}})")
 _LEASE = re.compile(r"([^/]+)/([0-9a-f]{12})/lease")
+_OWN_LEASE = re.compile(r"[0-9a-f]{12}/lease")
 _ATTEMPT = re.compile(r"([0-9a-f]{12})(\.zarr|\.sync)?/.*", re.DOTALL)
 _SCRATCH = re.compile(r"(.*/)?\.cloudckpt-(probe|clock|tmp)-.*", re.DOTALL)
 _CHUNK = re.compile(r"(.+)/c((?:/(?:0|[1-9][0-9]{0,17}))*)")
@@ -131,6 +132,9 @@ def check_key(key: object) -> str:
     for fault, pattern in _KEY_FAULTS.items():
         if pattern.search(below):
             raise FormatError(f"unsafe object key {key!r:.200}: it {fault}")
+    # Copies would put it before its time, and retention remove it. There are stores to which upper case is the same.
+    if below.lower() in (MANIFEST, PIN) or _OWN_LEASE.fullmatch(below.lower()):
+        raise FormatError(f"unsafe object key {key!r:.200}: it is that of a manifest, a pin or a lease")
     return key
 
 

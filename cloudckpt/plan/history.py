@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from cloudckpt.format.keys import MAX_STEP
+
 
 @dataclass(frozen=True)
 class SavedStep:
@@ -32,4 +34,5 @@ def next_branch(step: int, earlier: Iterable[tuple[int, int]]) -> int:
     another branch, so that it is newer than what was abandoned.
     """
     branch, last = max(earlier, default=(0, -1))
-    return branch if step > last else branch + 1
+    # No manifest may have a higher one: to be the newest is worth less than to be read.
+    return branch if step > last else min(branch + 1, MAX_STEP)

@@ -47,7 +47,8 @@ class View:
 
     def array(self, node: Mapping[str, Any]) -> VirtualArray:
         """What a leaf of ``tree`` refers to. FormatError if its ``logical_shape`` does not fit the stored array."""
-        found = self._made.get(node["array"])
+        # A leaf without a name, too, is for the manifest to refuse.
+        found = self._made.get(node.get("array", ""))
         return found if found is not None else array_of(self._manifest, node)
 
     def shape_for(self, node: Mapping[str, Any], owner: tuple[int, ...]) -> tuple[int, ...]:

@@ -94,8 +94,13 @@ class LocalStore:
 
     def size(self, key: str) -> int:
         self._counter.add(others=1)
+        path = self._path(key)
         with self._reading(key):
-            found = self._path(key).stat()
+            try:
+                found = path.stat()
+            except FileNotFoundError:
+                _look_again(path.parent)
+                found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             raise NotFoundError(f"no object {key} in {self._root}")
         return found.st_size
@@ -143,8 +148,8 @@ class LocalStore:
     def common_prefixes(self, prefix: str) -> Sequence[str]:
         prefix = clean_prefix(prefix)
         self._counter.add(others=1)
-        names = [entry.name for entry in self._entries(prefix) if _is_folder(entry)]
-        return [name for name in names if next(self._walk(_below(prefix, name)), None) is not None]
+        names = self._folders(prefix, self._entries(prefix))
+        return [name for name in names if self._holds_objects(_below(prefix, name))]
 
     def delete(self, keys: Iterable[str]) -> dict[str, str]:
         failed = {}
@@ -185,8 +190,7 @@ class LocalStore:
             try:
                 descriptor = os.open(path, _READ_FLAGS)
             except FileNotFoundError:
-                # An NFS client believes for half a minute that a name is still absent, unless its folder is opened.
-                os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+                _look_again(path.parent)
                 descriptor = os.open(path, _READ_FLAGS)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -236,7 +240,33 @@ class LocalStore:
                 continue  # deleted since the folder was read, or a link to nothing or to itself
             if not stat.S_ISREG(found.st_mode):
                 continue
-            yield ObjectInfo(key, found.st_size, found.st_mtime)
+            # Copies by other tools (rsync -a, rclone) come with the times of their originals, and are new all the same.
+            yield ObjectInfo(key, found.st_size, max(found.st_mtime, found.st_ctime))
+
+    def _holds_objects(self, prefix: str) -> bool:
+        try:
+            return next(self._walk(prefix), None) is not None
+        except StoreError:
+            return True  # such as lost+found: who needs what is in it will hear of it
+
+    def _folders(self, prefix: str, entries: Sequence[os.DirEntry[str]]) -> Sequence[str]:
+        """Names of folders. Links count: a step may lie on another disk. But no step has two names.
+
+        Who removed what goes by one of them would remove what is to stay by the other.
+        """
+        folders = [entry for entry in entries if _is_folder(entry)]
+        links = [entry for entry in folders if entry.is_symlink() and parse_step(entry.name) is not None]
+        if not links:
+            return [entry.name for entry in folders]
+        top = Path(os.path.realpath(self._root / prefix))
+        seen = {top, *top.parents, *(top / e.name for e in folders if parse_step(e.name) is not None)}
+        aliases = set()
+        for entry in links:
+            path = Path(os.path.realpath(entry.path))
+            if path in seen:
+                aliases.add(entry.name)
+            seen.add(path)
+        return [entry.name for entry in folders if entry.name not in aliases]
 
     def _remove_empty_parents(self, folder: Path) -> None:
         while folder != self._root and self._root in folder.parents:
@@ -321,8 +351,12 @@ def _below(prefix: str, name: str) -> str:
     return f"{prefix}/{name}" if prefix else name
 
 
+def _look_again(folder: Path) -> None:
+    """An NFS client believes for half a minute that a name is still absent, unless its folder is opened."""
+    os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Links count: a step may lie on another disk."""
     try:
         return entry.is_dir()
     except OSError:

@@ -47,8 +47,8 @@ class Sweeper:
 
 def _sweep(folder: Path) -> None:
     host = host_name()
-    # Another process may sweep, or remove the folder, at the same time.
-    with contextlib.suppress(FileNotFoundError):
+    # Another process may sweep, or remove the folder, at the same time; and it may all be another user's.
+    with contextlib.suppress(OSError):
         for path in folder.iterdir():
             match = _NAME.fullmatch(path.name)
             if match and match["host"] == host and not _is_alive(int(match["pid"])):

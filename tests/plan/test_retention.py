@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudckpt.errors import InvalidStateError
+from cloudckpt.format.keys import MAX_STEP
 from cloudckpt.plan.history import SavedStep, newest_first, next_branch
 from cloudckpt.plan.retention import KeepEvery, KeepLast, make_policies, removable
 
@@ -32,6 +33,7 @@ def test_branches():
     assert next_branch(0, []) == 0
     assert next_branch(10, [(0, 9)]) == 0
     assert next_branch(9, [(0, 9)]) == 1
+    assert next_branch(9, [(MAX_STEP, 9)]) == MAX_STEP  # another could not be read
     assert next_branch(20, [(0, 9), (0, 100)]) == 1
     assert next_branch(30, [(0, 100), (1, 20)]) == 1
     assert next_branch(150, [(0, 100), (1, 20)]) == 1

@@ -95,6 +95,61 @@ def test_a_listing_does_not_descend_into_links(tmp_path: Path):
         store.get("self")
 
 
+def test_a_step_that_is_a_link_counts_once(tmp_path: Path):
+    store = LocalStore(tmp_path / "run")
+    for key in ("step-1/key", "step-2/key", "archive/key"):
+        store.put(key, b"1")
+    for name, target in {
+        "step-02": "step-2",
+        "step-3": "archive",
+        "step-4": tmp_path / "elsewhere",
+        "step-5": tmp_path / "elsewhere",
+        "step-6": "step-5",
+        "step-7": ".",
+        "step-8": "..",
+        "latest": "step-2",
+    }.items():
+        (tmp_path / "run" / name).symlink_to(target)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/key").write_bytes(b"1")
+    assert list(store.common_prefixes("")) == ["archive", "latest", "step-1", "step-2", "step-3", "step-4"]
+
+
+def test_folders_of_others_are_not_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """``lost+found`` of a disk that holds a run."""
+    store = LocalStore(tmp_path)
+    store.put("step-1/key", b"1")
+    store.put("lost+found/#1", b"1")
+    real = os.scandir
+
+    def refuse(path):
+        if Path(path).name == "lost+found":
+            raise PermissionError(errno.EACCES, "not yours", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert list(store.common_prefixes("")) == ["lost+found", "step-1"]
+    with pytest.raises(StoreError, match="lost\\+found"):
+        list(store.list(""))
+
+
+def test_leftovers_of_others_are_not_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    left = tmp_path / f".cloudckpt-tmp-{temporary.host_name()}.4194304.00"
+    left.write_bytes(b"1")
+
+    real = Path.unlink
+
+    def refuse(path: Path, **options: Any) -> None:
+        if path == left:
+            raise PermissionError(errno.EPERM, "sticky", str(path))
+        real(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    LocalStore(tmp_path).put("key", b"1")
+    assert left.exists()
+    assert LocalStore(tmp_path).get("key") == b"1"
+
+
 def test_what_is_no_file_is_no_object_and_nothing_waits_for_it(tmp_path: Path):
     store = LocalStore(tmp_path)
     os.mkfifo(tmp_path / "fifo")
@@ -274,7 +329,17 @@ def test_a_file_that_is_new_to_an_nfs_client_is_found(tmp_path: Path, monkeypatc
             stale.clear()
         return real_open(path, *args)
 
+    real_stat = Path.stat
+
+    def caching_stat(path: Path, **options: Any) -> os.stat_result:
+        if str(path) in stale:
+            raise FileNotFoundError(errno.ENOENT, "as it was", str(path))
+        return real_stat(path, **options)
+
     monkeypatch.setattr(os, "open", caching_open)
+    monkeypatch.setattr(Path, "stat", caching_stat)
     assert store.get("folder/new") == b"data"
+    stale.add(str(tmp_path / "folder/new"))
+    assert store.size("folder/new") == 4
     with pytest.raises(NotFoundError, match="no object folder/old"):
         store.get("folder/old")
