@@ -142,6 +142,18 @@ def test_a_rollback_is_the_latest_from_its_first_save_on(tmp_path: Path):
     assert run.latest() == 30
 
 
+def test_after_a_rollback_and_a_restart_the_base_is_what_was_saved_last(tmp_path: Path, monkeypatch):
+    big = torch.arange(100_000.0)
+    with Checkpointer(tmp_path, incremental=True) as run:
+        for step in (9, 100, 20):
+            run.save(step, {"big": big + step, "small": torch.full((3,), float(step))})
+    monkeypatch.setattr("cloudckpt.pytorch.group._KEPT_ALONE", {})  # as in a new process
+    with Checkpointer(tmp_path, incremental=True) as run:
+        assert run.latest() == 20
+        commit = run.save(21, {"big": big + 20, "small": torch.full((3,), 21.0)})
+    assert commit.nbytes_new < 100
+
+
 def test_going_back_to_a_number_that_is_taken(tmp_path: Path):
     with Checkpointer(tmp_path) as run:
         for step in (10, 20):

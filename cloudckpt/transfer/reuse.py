@@ -101,7 +101,8 @@ class Reuse:
             lease.take(last.needed)
             if _stands(run, last.step_dir, last.save.commit_id) and _missing(run, last.needed) is None:
                 return Base(last.step_dir, last.step, None)
-        for name in reversed(catalog.step_dirs(run)):
+        for saved in catalog.find_steps(run).committed:  # newest first, also after the run has gone back to a step
+            name = saved.name
             # What the URL itself holds is about to be replaced.
             manifest = None if name == self.step_dir else _read(run, name)
             if manifest is None:
