@@ -5,7 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cloudckpt import _exit_status  # noqa: F401  # its hook has to be among the first
+from cloudckpt import (
+    _exit_status,  # noqa: F401  # its hook has to be among the first
+    _forks,  # noqa: F401  # registers a hook
+)
 
 if TYPE_CHECKING:
     from cloudckpt import errors

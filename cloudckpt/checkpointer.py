@@ -52,6 +52,7 @@ class SaveArguments(TypedDict, total=False):
     incremental: bool
     rules: ShardingRules | None
     metadata: Mapping[str, Any] | None
+    model_version: str | None
     values: Literal["check", "rank0"]
     allow_pickle: bool
 
@@ -65,6 +66,7 @@ class LoadArguments(TypedDict, total=False):
     exchange_scope: Scope
     rules: ShardingRules | None
     rename: Rules | None
+    model_version: str | None
     resize: Resizes | None
     groups: Groups | None
     allow_pickle: bool

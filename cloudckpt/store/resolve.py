@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from cloudckpt.config import Config
 from cloudckpt.errors import CloudckptError, InvalidStateError
 from cloudckpt.store.base import Store
 from cloudckpt.store.paths import mask, scheme_of
+
+_is_forked = False
+"""Whether obstore was imported before this process was forked: its threads stay with the parent, and requests wait."""
 
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 # Two letters at least: one is a drive of Windows.
@@ -126,7 +130,7 @@ def _object_store(scheme: str | None, url: str, options: Mapping[str, Any], conf
 
     if not url.split("://", 1)[1].partition("/")[0]:
         raise InvalidStateError(f"no bucket in {url!r}")
-    if not understands(scheme, url, options):
+    if _is_forked or not understands(scheme, url, options):
         return _fsspec(url, options, config)
     from botocore.exceptions import BotoCoreError
 
@@ -146,3 +150,11 @@ def _fsspec(url: str, options: Mapping[str, Any], config: Config) -> Store:
         raise
     except Exception as error:  # filesystems are third parties': what their making raises may be anything
         raise InvalidStateError(f"no filesystem for {scheme_of(url)}:// in {mask(url)}: {error}") from error
+
+
+def _begin_child() -> None:
+    global _is_forked  # noqa: PLW0603  # a fact of the process
+    _is_forked = "obstore" in sys.modules
+
+
+os.register_at_fork(after_in_child=_begin_child)
