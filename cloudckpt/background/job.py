@@ -82,7 +82,7 @@ def seated(job: Job, url: str, options: Mapping[str, Any] | None, number: int) -
     try:
         yield StoreRanks(
             store,
-            session=seat.session,
+            session=replace(seat.session, id=f"{seat.session.id}/{seat.subject}"),
             number=seat.number * NUMBERS_PER_SAVE + number,
             rank=seat.rank,
             size=seat.size,
