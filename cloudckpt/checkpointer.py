@@ -129,6 +129,7 @@ class Checkpointer:
             coordination = "collectives"  # a store that is out of reach is no place to meet
         self._coordination: Coordination | None = coordination
         self._is_coordinator = announcements.rank == 0
+        self._is_alone = announcements.is_alone
         self._flights = Flights()
         self._background: list[Flight] = []
         self._upkeep = Upkeep(
@@ -154,8 +155,8 @@ class Checkpointer:
     ) -> Commit | None:
         """Save ``state`` as ``step``, and wait until it is durable. ``options``: as in `cloudckpt.save`.
 
-        None if it failed and ``on_error`` is "warn". Otherwise raises what `cloudckpt.save` raises, or, once this step
-        is durable, what an earlier `async_save` has failed with unseen.
+        None if it failed and ``on_error`` is "warn". Otherwise raises what `cloudckpt.save` raises, or what an earlier
+        `async_save` has failed with unseen; of several ranks once this step is durable.
         """
         flight, unseen = self._begin(step)
         try:
@@ -188,8 +189,8 @@ class Checkpointer:
         """Save ``state`` as it is now, in the background. ``options``: as in `cloudckpt.save`.
 
         With ``on_error="warn"`` None if it could not even begin; what fails later is logged at once, stands in
-        `status`, and is warned of by a later call. Otherwise the next save raises it once it is under way itself, for
-        the other ranks may not know yet, and take part in it; or `close`, or ``result()``.
+        `status`, and is warned of by a later call. Otherwise the next save raises it, or `close`, or ``result()``. Of
+        several ranks the next save is under way then: others may not know of the failure yet, and would wait in vain.
         """
         flight, unseen = self._begin(step)
         try:
@@ -319,10 +320,13 @@ class Checkpointer:
         return defaults | options
 
     def _begin(self, step: int) -> tuple[Flight, PendingSave | None]:
-        """With an earlier save that has failed unseen."""
+        """With an earlier save that has failed unseen, where that can be raised only once the new one is under way."""
         step_dir(step)  # refuses what is no step
         # Where a save has to wait for the one before anyway, all ranks see alike how that ended.
         unseen = self._settle(wait=self._config.max_pending_saves == 1 and self._config.when_busy == "wait")
+        if self._is_alone:
+            self._raise(unseen)
+            unseen = None
         return self._flights.begin(step), unseen
 
     def _raise(self, unseen: PendingSave | None) -> None:
