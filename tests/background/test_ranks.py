@@ -215,6 +215,7 @@ def miss_a_save(root: str, is_refused: bool) -> list[str]:
             ends.append("")
         except CloudckptError as error:
             ends.append(type(error).__name__)
+        dist.barrier()  # the one that missed it is not to wait for the other in the next meanwhile
     return ends
 
 
