@@ -6,14 +6,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from cloudckpt._save import Layout, prepare
 from cloudckpt._tries import RunPolicy
 from cloudckpt._write import Commit, Prepared
-from cloudckpt.background.job import Job
+from cloudckpt.background.job import Job, give_up
 from cloudckpt.background.pending import PendingSave, Running
 from cloudckpt.background.process import ProcessExecutor
 from cloudckpt.background.threads import ThreadExecutor
@@ -21,6 +21,8 @@ from cloudckpt.config import Config
 from cloudckpt.errors import BusyError, CloudckptError, InvalidStateError
 from cloudckpt.plan.rules import ShardingRules
 from cloudckpt.progress import Progress
+from cloudckpt.pytorch.arena import Arena
+from cloudckpt.pytorch.group import Group
 from cloudckpt.pytorch.rounds import foreign
 from cloudckpt.pytorch.seats import table_of
 from cloudckpt.pytorch.staging import Staged, StagingPool
@@ -77,10 +79,15 @@ def async_save(
     config = config or Config()
     table = table_of(group)
     coordination = coordination or ("store" if table.size > 1 else "none")
-    _check(executor, coordination, table.size)
     alone = table.size == 1
-    seat = table.next_seat(config.rank_timeout_s) if coordination == "store" and not alone else None
-    ranks = table.own_ranks(config.rank_timeout_s) if coordination == "collectives" and not alone else None
+    pending = PendingSave(url_text(url), step)
+    seat, ranks = None, None
+    if alone:
+        _check(executor, coordination, table.size)
+    elif coordination == "collectives":
+        ranks = table.own_ranks(config.rank_timeout_s)
+    else:  # also where it will be refused: the others may not refuse it, and wait
+        seat = table.next_seat(f"{pending.url} {step}", config.rank_timeout_s)
     options = SaveOptions(
         step=step,
         layout=layout,
@@ -105,15 +112,15 @@ def async_save(
             defer_pickles=True,
         )
 
-    lane = _LANES[executor]
-    pending = PendingSave(url_text(url), step)
     try:
+        _check(executor, coordination, table.size)
+        lane = _LANES[executor]
         copied, staged = lane.stage(prepared, config)
     except BaseException as error:
         if not alone:
             cause = error if isinstance(error, CloudckptError) else foreign(error)
             job = Job(cause, pending.url, storage_options, config, seat, policy)
-            _LANES.threads.submit(job, Running(pending, is_known=True), ranks=ranks)
+            _submit(_LANES.threads, job, Running(pending, is_known=True), None, ranks)
         raise
 
     def end() -> None:
@@ -122,8 +129,21 @@ def async_save(
 
     job = Job(copied, pending.url, storage_options, config, seat, policy)
     running = Running(pending, progress=progress, show=table.rank == 0, on_commit=on_commit, on_end=end)
-    lane.executor.submit(job, running, arena=staged.arena, ranks=ranks)
+    _submit(lane.executor, job, running, staged.arena, ranks)
     return pending
+
+
+def _submit(
+    executor: ThreadExecutor | ProcessExecutor, job: Job, running: Running, arena: Arena | None, ranks: Group | None
+) -> None:
+    try:
+        executor.submit(job, running, arena=arena, ranks=ranks)
+    except RuntimeError as error:
+        running.refuse()
+        refused = CloudckptError(f"no thread can be started for the background save to {job.url}: {error}")
+        with suppress(CloudckptError):
+            give_up(job, refused)
+        raise refused from error
 
 
 def _check(executor: str, coordination: str, size: int) -> None:

@@ -19,7 +19,7 @@ meet in every step are less than one apart, and a host may be one more ahead of 
 class StopSignals:
     """From signals to a step at which all ranks save. Every rank makes its own, in the same order.
 
-    The handler remembers that a signal came, and does nothing else.
+    The handler remembers that a signal came, and tells those of other runs that were there before; nothing else.
     """
 
     def __init__(self, signals: Iterable[signal.Signals], announcements: Announcements) -> None:
@@ -31,7 +31,8 @@ class StopSignals:
         self.was_due = False
         self._is_told = False
         self._due: int | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[int, Any] = {}
+        self._is_closed = False
         for number in self._signals:
             self._before[number] = signal.signal(number, self._note)
 
@@ -52,14 +53,26 @@ class StopSignals:
         return True
 
     def close(self) -> None:
-        for number, handler in self._before.items():
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for number in self._before:
             # Who came later keeps the signal.
             if signal.getsignal(number) == self._note:
+                handler = self._earlier(number)
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        self._before.clear()
 
-    def _note(self, _signal: int, _frame: FrameType | None) -> None:
+    def _earlier(self, number: int) -> Any:
+        """What had the signal before, but for runs that are closed by now."""
+        handler = self._before[number]
+        owner = getattr(handler, "__self__", None)
+        return owner._earlier(number) if isinstance(owner, StopSignals) and owner._is_closed else handler
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
         self._is_told = True
+        handler = self._earlier(number)
+        if isinstance(getattr(handler, "__self__", None), StopSignals):
+            handler(number, frame)
 
 
 def chosen_signals(choice: bool | signal.Signals | Iterable[signal.Signals]) -> tuple[signal.Signals, ...]:

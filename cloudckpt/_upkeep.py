@@ -55,8 +55,9 @@ class Upkeep:
         with self._state:
             self._is_asked = True
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="cloudckpt-retention", daemon=False)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="cloudckpt-retention", daemon=False)
+                thread.start()
+                self._thread = thread
 
     def run(self, *, sweep: bool = True) -> Removal:
         """Do it now, after what is being done. Raises StoreError."""

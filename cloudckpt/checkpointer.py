@@ -131,6 +131,7 @@ class Checkpointer:
             coordination = "collectives"  # a store that is out of reach is no place to meet
         self._coordination: Coordination | None = coordination
         self._is_coordinator = announcements.rank == 0
+        self._is_alone = announcements.is_alone
         self._flights = Flights()
         self._background: list[Flight] = []
         self._upkeep = Upkeep(
@@ -157,9 +158,9 @@ class Checkpointer:
         """Save ``state`` as ``step``, and wait until it is durable. ``options``: as in `cloudckpt.save`.
 
         None if it failed and ``on_error`` is "warn". Otherwise raises what `cloudckpt.save` raises, or what an earlier
-        `async_save` has failed with unseen.
+        `async_save` has failed with unseen; of several ranks once this step is durable.
         """
-        flight = self._begin(step)
+        flight, unseen = self._begin(step)
         try:
             commit = save(
                 state,
@@ -181,6 +182,7 @@ class Checkpointer:
         finally:
             self._flights.end(flight)
         self._committed(flight, commit)
+        self._raise(unseen)
         return commit
 
     def async_save(
@@ -189,9 +191,10 @@ class Checkpointer:
         """Save ``state`` as it is now, in the background. ``options``: as in `cloudckpt.save`.
 
         With ``on_error="warn"`` None if it could not even begin; what fails later is logged at once, stands in
-        `status`, and is warned of by a later call. Otherwise the next save raises it, or `close`, or ``result()``.
+        `status`, and is warned of by a later call. Otherwise the next save raises it, or `close`, or ``result()``. Of
+        several ranks the next save is under way then: others may not know of the failure yet, and would wait in vain.
         """
-        flight = self._begin(step)
+        flight, unseen = self._begin(step)
         try:
             flight.pending = async_save(
                 state,
@@ -218,6 +221,7 @@ class Checkpointer:
             raise
         self._background.append(flight)
         flight.pending.when_failed(lambda error: self._failed(flight, error))
+        self._raise(unseen)
         return flight.pending
 
     def load(self, state: Any, step: int | None = None, **options: Unpack[LoadArguments]) -> int:
@@ -226,14 +230,19 @@ class Checkpointer:
         Rank 0 finds the latest. ``options``: as in `cloudckpt.load`. Raises what that raises, and NotFoundError where
         there is no such step.
         """
-        self._settle(wait=False)
+        unseen = self._settle(wait=False)
         ranks = make_group(self._group, self._config.rank_timeout_s)
         if self._policy.fallback is not None:
             try:
                 bring_back(ranks, self._run, self._policy.fallback, config=self._config)
             except CloudckptError as error:
                 logger.warning("what waits in %s could not be brought here: %s", self._policy.fallback.url, error)
-        saved = ranks.round(lambda: step, self._chosen)
+
+        def wanted() -> int | None:
+            self._raise(unseen)  # so that the others hear of it
+            return step
+
+        saved = ranks.round(wanted, self._chosen)
         load(
             state,
             f"{self._run.url}/{saved.name}",
@@ -299,7 +308,7 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for background saves and retention, and give signals back. Raises what a save has failed with unseen."""
         try:
-            self._settle(wait=True)
+            self._raise(self._settle(wait=True))
         finally:
             self._upkeep.close()
             self._signals.close()
@@ -312,11 +321,19 @@ class Checkpointer:
         defaults: SaveArguments = {"incremental": self._incremental}
         return defaults | options
 
-    def _begin(self, step: int) -> Flight:
+    def _begin(self, step: int) -> tuple[Flight, PendingSave | None]:
+        """With an earlier save that has failed unseen, where that can be raised only once the new one is under way."""
         step_dir(step)  # refuses what is no step
         # Where a save has to wait for the one before anyway, all ranks see alike how that ended.
-        self._settle(wait=self._config.max_pending_saves == 1 and self._config.when_busy == "wait")
-        return self._flights.begin(step)
+        unseen = self._settle(wait=self._config.max_pending_saves == 1 and self._config.when_busy == "wait")
+        if self._is_alone:
+            self._raise(unseen)
+            unseen = None
+        return self._flights.begin(step), unseen
+
+    def _raise(self, unseen: PendingSave | None) -> None:
+        if unseen is not None and (error := unseen.failure) is not None:
+            raise error
 
     def _committed(self, flight: Flight, commit: Commit) -> None:
         self._flights.succeed(flight, commit)
@@ -337,10 +354,10 @@ class Checkpointer:
         for text in (*(texts if self._warns else ()), *self._upkeep.take_complaints()):
             warnings.warn(text, stacklevel=4)
 
-    def _settle(self, *, wait: bool) -> None:
-        """Raise what has failed in the background unseen, or warn of it; with ``wait``, once all there has ended."""
+    def _settle(self, *, wait: bool) -> PendingSave | None:
+        """Warn of what has failed in the background, or return one that has, unseen; with ``wait``, of all there."""
         background, self._background = self._background, []
-        unseen: BaseException | None = None
+        unseen: PendingSave | None = None
         for flight in background:
             pending = flight.pending
             assert pending is not None
@@ -349,13 +366,13 @@ class Checkpointer:
             if unseen is not None or not pending.done():
                 self._background.append(flight)
             elif pending.is_unseen and not self._warns:
-                unseen = pending.failure
+                unseen = pending
+                self._background.append(flight)  # until it has been raised
             elif self._warns and (error := pending.failure) is not None:
                 # The save's own thread may be about to do this.
                 self._failed(flight, error)
         self._warn()
-        if unseen is not None:
-            raise unseen
+        return unseen
 
     def _find(self) -> catalog.Steps:
         with self._run.open(self._config) as run:

@@ -531,3 +531,15 @@ def test_how_a_process_ends_whose_last_save_failed(tmp_path: Path, on_error: str
     )
     assert ended.returncode == status
     assert "step-00000002" in ended.stderr or "step 2" in ended.stderr
+
+
+def test_two_runs_of_one_process_hear_of_a_signal(tmp_path: Path):
+    before = signal.getsignal(signal.SIGTERM)
+    one, two = (Checkpointer(tmp_path / name, save_on_signal=True) for name in ("one", "two"))
+    signal.raise_signal(signal.SIGTERM)
+    assert (one.save_due(1), two.save_due(1)) == (True, True)
+    one.close()
+    signal.raise_signal(signal.SIGTERM)
+    assert two.save_due(2)
+    two.close()
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -226,3 +226,26 @@ def test_an_unseen_failure_comes_out_on_all_ranks(ranks: RankPool, tmp_path: Pat
     (tmp_path / "run").write_text("no folder")
     found = ranks.run(NUM_RANKS, close_with_an_unseen_failure, str(tmp_path / "run"))
     assert "nothing" not in found
+
+
+def fail_on_one_rank_and_go_on(root: str, settings: dict[str, Any]) -> list[str]:
+    """The rank whose state is bad knows at once, the other one later."""
+    ends = []
+    run = Checkpointer(root, config=Config(rank_timeout_s=20, **settings))
+    for step in range(1, 7):
+        bad = {"x": object()} if (dist.get_rank(), step) == (0, 2) else {}
+        try:
+            run.async_save(step, state(step) | bad)
+            ends.append("")
+        except CloudckptError as error:
+            ends.append(type(error).__name__)
+    run.close()
+    return ends
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_pending_saves": 2}])
+def test_a_failure_of_one_rank_costs_one_step(ranks: RankPool, tmp_path: Path, settings: dict[str, Any]):
+    ends = ranks.run(2, fail_on_one_rank_and_go_on, str(tmp_path), settings)
+    assert ends[0] == ["", "InvalidStateError", "", "", "", ""]
+    assert sorted(ends[1]) == ["", "", "", "", "", "RankError"]
+    assert Checkpointer(tmp_path).steps() == [1, 3, 4, 5, 6]

@@ -16,7 +16,7 @@ import warnings
 from typing import Any
 
 from cloudckpt.background.job import run_job
-from cloudckpt.background.wire import Ended, Logged, NewArena, Note, Pipe, Recorded, Save, Warned
+from cloudckpt.background.wire import BEAT_S, Alive, Ended, Logged, NewArena, Note, Pipe, Recorded, Save, Warned
 from cloudckpt.errors import HelperError
 from cloudckpt.pytorch.arena import Arena, arena_loads
 from cloudckpt.telemetry import divert
@@ -35,6 +35,7 @@ def main(descriptor: int) -> None:
     logging.getLogger("cloudckpt").setLevel(logging.INFO)
     divert(lambda record: parent.tell(Recorded(record)))
     warnings.showwarning = parent.warn  # type: ignore[assignment]  # it takes all that it may be given
+    threading.Thread(target=parent.show_life, name="cloudckpt-beat", daemon=True).start()
     arenas: dict[int, Arena] = {}
     while True:
         try:
@@ -57,6 +58,7 @@ class Parent:
 
     def __init__(self, pipe: Pipe) -> None:
         self.pipe = pipe
+        self._is_there = True
 
     def tell(self, message: Note | Ended | Warned | Logged | Recorded) -> None:
         self.send(pickle.dumps(message))
@@ -65,7 +67,13 @@ class Parent:
         try:
             self.pipe.send(data)
         except OSError:
-            return
+            self._is_there = False
+
+    def show_life(self) -> None:
+        beat = pickle.dumps(Alive())
+        while self._is_there:
+            self.send(beat)
+            time.sleep(BEAT_S)
 
     def warn(self, message: Warning | str, category: type[Warning], *_: Any) -> None:
         self.tell(Warned(str(message), category))

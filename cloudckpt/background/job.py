@@ -85,7 +85,7 @@ def seated(job: Job, url: str | os.PathLike[str], options: Mapping[str, Any] | N
     try:
         yield StoreRanks(
             store,
-            session=seat.session,
+            session=replace(seat.session, id=f"{seat.session.id}/{seat.subject}"),
             number=seat.number * NUMBERS_PER_SAVE + number,
             rank=seat.rank,
             size=seat.size,

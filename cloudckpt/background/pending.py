@@ -83,7 +83,8 @@ class PendingSave:
 class Running:
     """The other side of a `PendingSave`: what an executor does with it.
 
-    ``on_end`` runs in any case, first of all. ``is_known``: it has failed already, and the caller knows.
+    ``on_end`` runs in any case, first of all. ``is_known``: it has failed already, and the caller knows. What functions
+    of the user's raise is logged: a save is not lost, nor waited for in vain, for a bar that cannot be drawn.
     """
 
     def __init__(
@@ -104,38 +105,56 @@ class Running:
         self._is_known = is_known
         self._stack = ExitStack()
         self._advance: Callable[[int], None] | None = None
+        self._is_shown = True
         _UNFINISHED.add(pending)
 
     def note(self, done: int, total: int) -> None:
         """So many bytes have been sent, of so many. From one thread at a time."""
         before = self.pending._progress[0]
         self.pending._progress = (done, total)
-        if self._advance is None:
-            self._advance = self._stack.enter_context(start_progress(self._progress, "save", total, show=self._show))
-        self._advance(done - before)
+        if not self._is_shown:
+            return
+        try:
+            if self._advance is None:
+                bar = start_progress(self._progress, "save", total, show=self._show)
+                self._advance = self._stack.enter_context(bar)
+            self._advance(done - before)
+        except BaseException:  # sys.exit() would end this thread, and no more
+            self._is_shown = False
+            log.exception("the save to %s goes on, but its progress cannot be shown", self.pending.url)
 
     def succeed(self, commit: Commit) -> None:
-        self._end()
-        if self._on_commit is not None:
-            try:
+        try:
+            self._end()
+            if self._on_commit is not None:
                 self._on_commit(commit)
-            except Exception:
-                log.exception("%s is committed, but on_commit failed", commit.url)
-        self.pending._future.set_result(commit)
-        _UNFINISHED.forget(self.pending)
+        except BaseException:  # as above
+            log.exception("%s is committed, but on_commit failed", commit.url)
+        finally:
+            self.pending._future.set_result(commit)
+            _UNFINISHED.forget(self.pending)
 
     def fail(self, error: BaseException) -> None:
+        try:
+            self._end()
+            if self._is_known:
+                _UNFINISHED.forget(self.pending)
+            else:
+                log.error("the background save to %s failed: %s", self.pending.url, error)
+        finally:
+            self.pending._future.set_exception(error)
+
+    def refuse(self) -> None:
+        """It has not begun, and the caller knows."""
+        _UNFINISHED.forget(self.pending)
         self._end()
-        if self._is_known:
-            _UNFINISHED.forget(self.pending)
-        else:
-            log.error("the background save to %s failed: %s", self.pending.url, error)
-        self.pending._future.set_exception(error)
 
     def _end(self) -> None:
-        self._stack.close()
-        if self._on_end is not None:
-            self._on_end()
+        try:
+            self._stack.close()
+        finally:
+            if self._on_end is not None:
+                self._on_end()
 
 
 class _Unfinished:
@@ -173,8 +192,9 @@ def close_at_exit(close: Callable[[], None]) -> None:
 
 
 def wait_for_all() -> None:
-    """Until no background save of this process is running."""
-    wait([pending._future for pending in _UNFINISHED])
+    """Until no background save of this process is running, those included that others begin meanwhile."""
+    while running := [pending._future for pending in _UNFINISHED if not pending.done()]:
+        wait(running)
 
 
 def _wait_at_exit() -> None:

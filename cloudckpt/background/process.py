@@ -12,23 +12,30 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
 
 from cloudckpt._write import Commit
 from cloudckpt.background.job import Job, give_up
 from cloudckpt.background.pending import Running, close_at_exit
-from cloudckpt.background.wire import Ended, Logged, NewArena, Note, Pipe, Recorded, Save, Warned
+from cloudckpt.background.wire import BEAT_S, Ended, Logged, NewArena, Note, Pipe, Recorded, Save, Warned
 from cloudckpt.errors import CloudckptError, HelperError
 from cloudckpt.pytorch.arena import Arena, arena_dumps
 from cloudckpt.pytorch.group import Group
 from cloudckpt.pytorch.staging import StagingPool
 from cloudckpt.telemetry import emit
 
+log = logging.getLogger("cloudckpt")
+
 EXIT_S = 10.0
 """How long a helper without work may take to end."""
+
+START_S = 300.0
+"""How long one may take until its first sign of life: it imports torch, on a busy machine or from a slow disk."""
 
 # Not by multiprocessing: it would run the user's script once more, which need not be written for that.
 _START = """
@@ -88,12 +95,13 @@ class ProcessExecutor:
                 self._helper = _Helper()
             # Those that the state has outgrown. The job's own is lent, and so among them.
             alive = frozenset(arena.number for arena in self._pool.arenas)
-            return self._helper.begin(job, arena, alive, running.note)
+            return self._helper.begin(job, arena, alive, running.note, job.config.rank_timeout_s)
 
 
 @dataclass(frozen=True, eq=False)
 class _Waiting:
     note: Callable[[int, int], None]
+    timeout_s: float
     ended: queue.SimpleQueue[Commit | BaseException]
 
 
@@ -121,20 +129,28 @@ class _Helper:
         self._waiting: dict[int, _Waiting] = {}
         self._lock = threading.Lock()
         self._is_gone = False
+        self._was_heard = False
+        self._was_silent = False
         threading.Thread(target=self._listen, name="cloudckpt-helper", daemon=True).start()
 
     def is_alive(self) -> bool:
         return not self._is_gone and self._process.poll() is None
 
     def begin(
-        self, job: Job, arena: Arena | None, alive: AbstractSet[int], note: Callable[[int, int], None]
+        self,
+        job: Job,
+        arena: Arena | None,
+        alive: AbstractSet[int],
+        note: Callable[[int, int], None],
+        timeout_s: float,
     ) -> queue.SimpleQueue[Commit | BaseException]:
         """Hand over a job, whose outcome will be in the queue. From one thread at a time.
 
         ``alive``: numbers of the arenas that a job may lie in; others that the helper has mapped are let go.
+        ``timeout_s``: a helper that shows no sign of life for so long, such as one that was stopped, is killed.
         """
         data = arena_dumps(job, () if arena is None else (arena,))
-        waiting, number = _Waiting(note, queue.SimpleQueue()), next(self._numbers)
+        waiting, number = _Waiting(note, timeout_s, queue.SimpleQueue()), next(self._numbers)
         with self._lock:
             self._waiting[number] = waiting
         try:
@@ -158,22 +174,46 @@ class _Helper:
             self._process.wait()
 
     def _listen(self) -> None:
-        while True:
+        while self._await_sign():
             try:
                 data, _ = self._pipe.receive()
             except (EOFError, OSError):
                 break
-            self._take(pickle.loads(data))
+            try:
+                self._take(pickle.loads(data))
+            except BaseException:  # a warning that is to be an error, a logging handler of the user's
+                with suppress(BaseException):
+                    log.exception("what the helper process has said could not be passed on")
         self._is_gone = True
         status = self._process.wait()
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        if self._was_silent:
+            how = "gave no sign of life, and was killed"
         self._end_all(HelperError(f"the helper process (pid {self._process.pid}) {how} in the middle of the save"))
         self._pipe.close()
+
+    def _await_sign(self) -> bool:
+        """False once the helper has been silent for too long. Its first words may be late: it imports torch before."""
+        heard_s = time.monotonic()
+        while not self._pipe.wait(BEAT_S):
+            with self._lock:
+                timeouts_s = [waiting.timeout_s for waiting in self._waiting.values()]
+            if timeouts_s and time.monotonic() - heard_s > max(
+                *timeouts_s, 10 * BEAT_S if self._was_heard else START_S
+            ):
+                self._was_silent = True
+                self._process.kill()
+                return False
+        self._was_heard = True
+        return True
 
     def _take(self, message: object) -> None:
         match message:
             case Note(number, done, total):
-                self._waiting[number].note(done, total)
+                with self._lock:
+                    noting = self._waiting.get(number)
+                if noting is not None:
+                    noting.note(done, total)
             case Ended(number, outcome):
                 with self._lock:
                     waiting = self._waiting.pop(number)

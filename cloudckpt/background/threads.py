@@ -11,7 +11,10 @@ from cloudckpt.pytorch.group import Group
 
 
 class ThreadExecutor:
-    """One thread for each save. With ``ranks``, saves are in turn: they are rounds over one and the same group."""
+    """One thread for each save. With ``ranks``, saves are in turn: they are rounds over one and the same group.
+
+    ``submit`` raises RuntimeError where the system has no more threads, or the interpreter is ending.
+    """
 
     def __init__(self) -> None:
         self._turn: threading.Thread | None = None
@@ -21,9 +24,9 @@ class ThreadExecutor:
         thread = threading.Thread(
             target=_run, args=(job, running, ranks, before), name=f"cloudckpt-save-{job.url}", daemon=False
         )
+        thread.start()
         if ranks is not None:
             self._turn = thread
-        thread.start()
 
 
 def _run(job: Job, running: Running, ranks: Group | None, before: threading.Thread | None) -> None:

@@ -5,6 +5,7 @@ Both ends are this library's own, started by this process; nobody else can conne
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import threading
@@ -39,6 +40,14 @@ class Note:
     number: int
     done: int
     total: int
+
+
+@dataclass(frozen=True)
+class Alive:
+    """From the helper, every `BEAT_S`: it is neither stopped nor stuck."""
+
+
+BEAT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,12 @@ class Pipe:
                 raise EOFError
             filled += count
         return data
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether a message, or the end, has begun to arrive within this time."""
+        poll = select.poll()  # select() itself takes no descriptor above 1023
+        poll.register(self._end, select.POLLIN)
+        return bool(poll.poll(1000 * timeout_s))
 
     def finish(self) -> None:
         """Nothing more will be sent; what the other end still says can be received."""

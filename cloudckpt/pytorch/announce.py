@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # the only way to the rendezvous store
 
 from cloudckpt.errors import CloudckptError
+from cloudckpt.pytorch.group import check_group
 
 T = TypeVar("T")
 
@@ -24,6 +25,7 @@ class Announcements:
         self._store: PrefixStore | None = None
         self._number = 0
         self.rank = 0
+        check_group(group)
         if not (dist.is_available() and dist.is_initialized()):
             return
         group = group or dist.group.WORLD

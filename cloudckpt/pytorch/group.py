@@ -62,11 +62,20 @@ class Alone:
 _KEPT_ALONE: dict[type, Any] = {}
 
 
+def check_group(group: object) -> None:
+    """Raises InvalidStateError for what is no process group, such as a mesh, which may have several."""
+    if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        return
+    hint = "; of a mesh, it is mesh.get_group()" if hasattr(group, "get_group") else ""
+    raise InvalidStateError(f"group must be a torch.distributed.ProcessGroup, not {group!r:.200}{hint}")
+
+
 def members(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """``group``, or the group of all ranks; None for a process that works alone.
 
     Raises InvalidStateError where this rank may not use it.
     """
+    check_group(group)
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
             raise InvalidStateError("a group was given, but torch.distributed is not initialised")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from dataclasses import dataclass
 
@@ -14,9 +15,13 @@ from cloudckpt.pytorch.store_ranks import make_session
 
 @dataclass(frozen=True)
 class Seat:
-    """This rank's place in one save through the store, as plain data. ``number``: of the save, in the session."""
+    """This rank's place in one save through the store, as plain data.
+
+    ``subject``: what is saved, the same on all ranks; ``number``: of the save, among those of its subject.
+    """
 
     session: Session
+    subject: str
     number: int
     rank: int
     size: int
@@ -30,15 +35,19 @@ class Table:
         self.size = 1 if group is None else dist.get_world_size(group)
         self._group = None if group is None else weakref.ref(group)
         self._session: Session | None = None
-        self._number = 0
+        self._numbers: dict[bytes, int] = {}
         self._ranks: Group | None = None
 
-    def next_seat(self, timeout_s: float) -> Seat:
-        """For the next save; all ranks must ask in the same order. ``timeout_s``: see `make_group`."""
+    def next_seat(self, subject: str, timeout_s: float) -> Seat:
+        """For the next save of ``subject``, such as a step. ``timeout_s``: see `make_group`.
+
+        Counted for each subject apart, so that ranks of which one has missed a save meet again in the one after it.
+        """
         if self._session is None:
             self._session = make_session(self._alive(), timeout_s)
-        self._number += 1
-        return Seat(self._session, self._number, self.rank, self.size)
+        key = hashlib.sha256(subject.encode()).digest()[:8]  # there will be many, and they are never forgotten
+        self._numbers[key] = self._numbers.get(key, 0) + 1
+        return Seat(self._session, subject, self._numbers[key], self.rank, self.size)
 
     def own_ranks(self, timeout_s: float) -> Group:
         """A group that only background saves use."""

@@ -14,7 +14,7 @@ import torch
 
 import cloudckpt
 from cloudckpt.background.pending import wait_for_all
-from cloudckpt.errors import AlreadyCommittedError, BusyError, InvalidStateError
+from cloudckpt.errors import AlreadyCommittedError, BusyError, CloudckptError, InvalidStateError
 from cloudckpt.verify import verify
 from tests.background.gate import Gate, gated_uploads
 
@@ -246,3 +246,50 @@ def test_registered_objects_are_copied_now_and_pickled_later(tmp_path: Path, exe
         cloudckpt.load(target, tmp_path / f"{step}", allow_pickle=True)
         assert target["c"] == Counter(step + 1)
         assert target["nested"][0]["c"] == Counter(step + 1)
+
+
+def leave(*_: object) -> None:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_functions_of_the_user_that_fail_keep_no_save_from_its_end(tmp_path: Path, executor: str, caplog):
+    pending = cloudckpt.async_save(state(1.0), tmp_path / "a", executor=executor, progress=leave, on_commit=leave)
+    pending.result(60)
+    assert_is(str(tmp_path / "a"), 1.0)
+    assert "its progress cannot be shown" in caplog.text
+    assert "is committed, but on_commit failed" in caplog.text
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_warning_of_the_helper_that_is_an_error_here(tmp_path: Path, caplog):
+    run = tmp_path / "run"
+    for step in (1, 2):
+        held = {"w": torch.ones(100)}
+        pending = cloudckpt.async_save(
+            held, run / f"step-0000000{step}", step=step, incremental=True, executor="process"
+        )
+        assert pending.result(60).step == step
+    assert "all floating-point tensors of step 2 equal those of step 1" in caplog.text
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_no_thread_to_be_had(tmp_path: Path, executor: str, monkeypatch: pytest.MonkeyPatch):
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(2):
+            with pytest.raises(CloudckptError, match=r"no thread can be started .* can't start new thread"):
+                cloudckpt.async_save(state(1.0), tmp_path / "a", executor=executor)
+    cloudckpt.async_save(state(2.0), tmp_path / "a", executor=executor).result(60)
+    assert_is(str(tmp_path / "a"), 2.0)
+
+
+def test_a_mesh_is_no_group(tmp_path: Path):
+    class Mesh:
+        def get_group(self) -> None: ...
+
+    with pytest.raises(InvalidStateError, match=r"must be a torch.distributed.ProcessGroup, .*mesh.get_group\(\)"):
+        cloudckpt.async_save(state(1.0), tmp_path / "a", group=Mesh())  # type: ignore[arg-type]

@@ -142,3 +142,35 @@ except KeyboardInterrupt:
     done = run(script, tmp_path / "a", executor)
     assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
     assert_is(tmp_path / "a", 1.0)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_saves_that_begin_while_the_script_is_ending(tmp_path: Path, executor: str):
+    script = """
+several = cloudckpt.Config(max_pending_saves=2)
+def again(commit):
+    if not commit.url.endswith("aaa"):
+        save(1.0, commit.url + "a", on_commit=again, config=several)
+save(1.0, on_commit=again, config=several)
+"""
+    done = run(script, tmp_path / "a", executor)
+    assert done.returncode == 0, done.stderr
+    assert_is(tmp_path / "aaa", 1.0)
+
+
+def test_a_stopped_helper_is_given_up(tmp_path: Path):
+    script = """
+from cloudckpt import _async
+impatient = cloudckpt.Config(rank_timeout_s=2)
+save(1.0).result()
+helper = _async._LANES["process"].executor._helper._process.pid
+os.kill(helper, signal.SIGSTOP)
+try:
+    save(2.0, url + "b", config=impatient).result(60)
+except cloudckpt.errors.HelperError as error:
+    print(error)
+save(3.0, url + "c").result(60)
+"""
+    done = run(script, tmp_path / "a", "process")
+    assert (done.returncode, "gave no sign of life" in done.stdout) == (0, True), done.stderr
+    assert_is(tmp_path / "ac", 3.0)

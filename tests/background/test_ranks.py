@@ -200,3 +200,26 @@ def save_alone(root: str) -> str:
 
 def test_none_is_for_one_process(ranks: RankPool, tmp_path: Path):
     assert all("is for one process" in text for text in ranks.run(2, save_alone, str(tmp_path)))
+
+
+def miss_a_save(root: str, is_refused: bool) -> list[str]:
+    ends = []
+    config = cloudckpt.Config(rank_timeout_s=2)
+    for step in range(4):
+        odd = dist.get_rank() == 1 and step == 1
+        try:
+            if not odd or is_refused:
+                executor: Any = "bogus" if odd else "thread"
+                held = {"w": torch.ones(3)}
+                cloudckpt.async_save(held, f"{root}/{step}", step=step, executor=executor, config=config).result(60)
+            ends.append("")
+        except CloudckptError as error:
+            ends.append(type(error).__name__)
+        dist.barrier()  # the one that missed it is not to wait for the other in the next meanwhile
+    return ends
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_rank_that_missed_a_save_is_in_the_next(ranks: RankPool, tmp_path: Path, is_refused: bool):
+    ends = ranks.run(2, miss_a_save, str(tmp_path), is_refused)
+    assert ends == [["", "RankError", "", ""], ["", "InvalidStateError" if is_refused else "", "", ""]]
