@@ -44,12 +44,14 @@ class RunPolicy:
 
     ``retries``: how often a save that failed is tried again. ``fallback``: another root for what still fails; where
     nodes have disks of their own, each rank finds its part of it there. ``num_waiting``: how many steps may wait there;
-    older ones are given up.
+    older ones are given up. ``order``: which of this process's saves was called first, for saves that overlap are not
+    carried out in the order in which they were called; None: this one is the last so far.
     """
 
     retries: int = 0
     fallback: Place | None = None
     num_waiting: int | None = None
+    order: int | None = None
 
 
 def run_tries(
@@ -71,7 +73,7 @@ def run_tries(
             return run_save(ranks, prepare, url, storage_options=storage_options, progress=progress, config=config)
     url = url_text(url)
     root, name = parent(url)
-    save = _StepSave(prepare, Place(root, storage_options), name, policy.fallback, progress, config)
+    save = _StepSave(prepare, Place(root, storage_options), name, policy, progress, config)
     failures: list[CloudckptError] = []
     for number in range(1 + policy.retries):
         try:
@@ -110,9 +112,13 @@ class _StepSave:
     prepare: Callable[[], Prepared]
     run: Place
     name: str
-    fallback: Place | None
+    policy: RunPolicy
     progress: Progress
     config: Config
+
+    @property
+    def fallback(self) -> Place | None:
+        return self.policy.fallback
 
     def to_run(self, ranks: Group, failures: Sequence[CloudckptError]) -> Commit:
         try:
@@ -149,15 +155,15 @@ class _StepSave:
 
     def _save(self, ranks: Group, place: Place, prepare: Callable[[], Prepared]) -> Commit:
         history = ranks.kept(_Histories).of(self.run.url)
-        begun: list[tuple[int, int]] = []
+        begun: list[_Saving] = []
 
         def find_branch() -> int:
             # Where the run cannot be reached, what was known of it must do.
             for root in (place, self.fallback):
                 if root is not None:
                     history.look(root, self.config)
-            begun.append(history.begin(self.name))
-            return begun[0][0]
+            begun.append(history.begin(self.name, self.policy.order))
+            return begun[0].branch
 
         try:
             return run_save(
@@ -173,13 +179,23 @@ class _StepSave:
             history.end(self.name, begun)
 
 
+@dataclass(frozen=True)
+class _Saving:
+    """A step that is being saved."""
+
+    branch: int
+    step: int
+    order: int | None
+
+
 class _History:
     """The steps of one run as the coordinator knows them, those that it is saving included."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[str, dict[str, SavedStep]] = {}
-        self._running: list[tuple[int, int]] = []
+        self._running: list[_Saving] = []
+        self._orders: dict[str, int | None] = {}
 
     def look(self, root: Place, config: Config) -> None:
         """Only what is new is read: what this job replaces is forgotten at the end of its save."""
@@ -190,16 +206,28 @@ class _History:
         with self._lock:
             self._known[root.url] = {saved.name: saved for saved in steps.committed}
 
-    def begin(self, name: str) -> tuple[int, int]:
-        """The branch and the number of the step that is now being saved."""
+    def begin(self, name: str, order: int | None) -> _Saving:
+        """The step that is now being saved. Of this process's, only those that were called before it count."""
         step = parse_step(name)
         assert step is not None
-        with self._lock:
-            committed = [(saved.branch, saved.step) for steps in self._known.values() for saved in steps.values()]
-            self._running.append((next_branch(step, committed + self._running), step))
-            return self._running[-1]
 
-    def end(self, name: str, begun: Sequence[tuple[int, int]]) -> None:
+        def is_later(other: int | None) -> bool:
+            return order is not None and other is not None and other > order
+
+        with self._lock:
+            earlier = [
+                (saved.branch, saved.step)
+                for steps in self._known.values()
+                for saved in steps.values()
+                if not is_later(self._orders.get(saved.name))
+            ]
+            earlier += [(other.branch, other.step) for other in self._running if not is_later(other.order)]
+            saving = _Saving(next_branch(step, earlier), step, order)
+            self._running.append(saving)
+            self._orders[name] = order
+            return saving
+
+    def end(self, name: str, begun: Sequence[_Saving]) -> None:
         with self._lock:
             for saving in begun:
                 self._running.remove(saving)

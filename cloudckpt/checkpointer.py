@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar, Unpack
 
 from cloudckpt import catalog
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+_ORDER = itertools.count()
+"""Of the saves of this process, as they are called."""
 
 
 class SaveArguments(TypedDict, total=False):
@@ -170,7 +175,7 @@ class Checkpointer:
                 group=self._group,
                 progress=progress if isinstance(progress, bool) else flight.watch(progress),
                 config=self._config,
-                policy=self._policy,
+                policy=replace(self._policy, order=next(_ORDER)),
                 **self._with_defaults(options),
             )
         except CloudckptError as error:
@@ -207,7 +212,7 @@ class Checkpointer:
                 executor=self._executor,
                 coordination=self._coordination,
                 on_commit=lambda commit: self._committed(flight, commit),
-                policy=self._policy,
+                policy=replace(self._policy, order=next(_ORDER)),
                 **self._with_defaults(options),
             )
         except CloudckptError as error:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt import Checkpointer, Config, KeepLast, _fallback, catalog
+from cloudckpt import Checkpointer, Config, KeepLast, _fallback, _tries, catalog
 from cloudckpt.errors import (
     AlreadyCommittedError,
     InvalidStateError,
@@ -175,6 +175,34 @@ def test_saves_that_overlap_are_of_one_branch(tmp_path: Path):
         for step in (20, 30, 40):
             run.async_save(step, state(step))
     assert run.latest() == 40
+
+
+@pytest.mark.parametrize("order", [(40, 30, 20), (30, 40, 20), (40, 20, 30)])
+def test_saves_that_overtake_one_another_are_of_one_branch(tmp_path: Path, monkeypatch, order: tuple[int, ...]):
+    turns = {step: threading.Event() for step in order}
+    turns[order[0]].set()
+    real = _tries.run_save
+
+    def run_save(*args, **options):
+        step = int(args[2][-8:])
+        if step == 100:
+            return real(*args, **options)
+        assert turns[step].wait(60)
+        try:
+            return real(*args, **options)
+        finally:
+            following = order[order.index(step) + 1 :]
+            if following:
+                turns[following[0]].set()
+
+    monkeypatch.setattr(_tries, "run_save", run_save)
+    with Checkpointer(tmp_path, config=Config(max_pending_saves=4)) as run:
+        run.save(100, state(0))
+        for step in (20, 30, 40):
+            run.async_save(step, state(step))
+    assert run.latest() == 40
+    found = [catalog.read_step(LocalStore(tmp_path), f"step-{step:08d}") for step in (20, 30, 40)]
+    assert [saved.branch for saved in found if saved] == [1, 1, 1]
 
 
 def test_pins(tmp_path: Path):
