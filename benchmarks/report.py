@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import exchange_bench
+from async_bench import AsyncFigures
 from plan_bench import PlanFigures
 from rich.console import Console
 from rich.table import Table
@@ -90,6 +91,12 @@ def bars(samples: Sequence[Sample], plans: Sequence[PlanFigures], *, procs: int)
 def warm_bars(figures: WarmFigures) -> list[Bar]:
     size = f"{figures.num_ranks} ranks, {figures.num_tensors:,} tensors"
     return [Bar(f"warm save, {size}: {what}", figure, bar, at_least=False) for what, figure, bar in figures.bars]
+
+
+def async_bars(figures: AsyncFigures, written: float) -> list[Bar]:
+    """``written``: the part of its bytes that an incremental save writes."""
+    found = [_bar(what, ratios, bar, at_least=False) for what, ratios, bar in figures.bars]
+    return [*found, Bar("incremental save, 90 % frozen: bytes written / all", written, 0.11, at_least=False)]
 
 
 def staging_bars(measured: Sequence[StagingFigures]) -> list[Bar]:
