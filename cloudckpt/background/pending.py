@@ -12,6 +12,7 @@ from contextlib import ExitStack
 
 from cloudckpt._exit_status import ask_at_exit
 from cloudckpt._write import Commit
+from cloudckpt.errors import InvalidStateError
 from cloudckpt.progress import Progress, start_progress
 
 log = logging.getLogger("cloudckpt")
@@ -216,6 +217,11 @@ def _unseen_failures() -> Sequence[str]:
 
 
 # Threads that are waited for at exit run when thread pools are already closed, which uploads need: so wait before.
-threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
+try:
+    threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
+except RuntimeError as error:
+    raise InvalidStateError(
+        "the interpreter is ending, and nothing can go on in the background: save before that"
+    ) from error
 ask_at_exit(_unseen_failures)
 os.register_at_fork(after_in_child=_UNFINISHED.begin)

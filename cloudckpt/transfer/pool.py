@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from cloudckpt.errors import InterruptedTransferError
+from cloudckpt.errors import CloudckptError, InterruptedTransferError
 
 
 class ByteBudget:
@@ -37,6 +37,13 @@ GRACE_S = 1.5
 """How long tasks get to see that all is over. A request can stall for longer than a job may wait for its failure."""
 
 _POLL_S = 0.1
+
+
+def _submitted(pool: ThreadPoolExecutor, task: Callable[[], None]) -> Future[None]:
+    try:
+        return pool.submit(task)
+    except RuntimeError as error:  # in an atexit handler, or no thread can be started
+        raise CloudckptError(f"nothing can be transferred any more: {error}; save and load before that") from error
 
 
 def run_all(
@@ -70,7 +77,7 @@ def run_all(
                 task = next(iterator, None)
                 if task is None:
                     break
-                running.add(pool.submit(task))
+                running.add(_submitted(pool, task))
             if not running:
                 break
             done, running = wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED)

@@ -174,3 +174,21 @@ save(3.0, url + "c").result(60)
     done = run(script, tmp_path / "a", "process")
     assert (done.returncode, "gave no sign of life" in done.stdout) == (0, True), done.stderr
     assert_is(tmp_path / "ac", 3.0)
+
+
+def test_a_save_that_begins_when_the_interpreter_ends(tmp_path: Path):
+    script = """
+import atexit
+
+def late():
+    for save in (cloudckpt.async_save, cloudckpt.save):
+        try:
+            save({"w": torch.ones(3)}, url)
+        except cloudckpt.errors.CloudckptError as error:
+            print(error)
+
+atexit.register(late)
+"""
+    done = run(script, tmp_path / "a", "thread")
+    assert done.stdout.count(" before that") == 2, done.stderr
+    assert done.returncode == 0
