@@ -167,10 +167,15 @@ class _Unfinished:
     def begin(self) -> None:
         """As empty: a forked child has none of the parent's threads and helpers, and waits for nothing of theirs."""
         self._lock = threading.Lock()
+        self.is_too_late = False
         self._saves: list[PendingSave] = []
         self.closers: list[Callable[[], None]] = []
 
     def add(self, pending: PendingSave) -> None:
+        if self.is_too_late:
+            raise InvalidStateError(
+                "nothing can go on in the background of an interpreter that is ending: save before that"
+            )
         with self._lock:
             self._saves.append(pending)
 
@@ -219,9 +224,7 @@ def _unseen_failures() -> Sequence[str]:
 # Threads that are waited for at exit run when thread pools are already closed, which uploads need: so wait before.
 try:
     threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
-except RuntimeError as error:
-    raise InvalidStateError(
-        "the interpreter is ending, and nothing can go on in the background: save before that"
-    ) from error
+except RuntimeError:
+    _UNFINISHED.is_too_late = True
 ask_at_exit(_unseen_failures)
 os.register_at_fork(after_in_child=_UNFINISHED.begin)
