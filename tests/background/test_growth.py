@@ -40,7 +40,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("executor", ["thread", "process"])
+@pytest.mark.parametrize("executor", ["thread", pytest.param("process", marks=pytest.mark.long)])
 def test_nothing_grows(tmp_path: Path, executor: str):
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "a"), executor]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)

@@ -51,7 +51,7 @@ def test_keys_of_an_attempt():
     assert keys.plain_root(attempt) == f"{attempt}.zarr"
     assert keys.chunk_key("model.w", (3, 0)) == "model.w/c/3/0"
     assert keys.chunk_key("model.w", ()) == "model.w/c"
-    for key in (keys.MANIFEST, keys.pack_key(attempt, 0, 0), f"{keys.plain_root(attempt)}/model.w/c/0"):
+    for key in (keys.pack_key(attempt, 0, 0), f"{keys.plain_root(attempt)}/model.w/c/0"):
         assert keys.check_key(key) == key
 
 
