@@ -73,11 +73,12 @@ def run_tries(
             return run_save(ranks, prepare, url, storage_options=storage_options, progress=progress, config=config)
     url = url_text(url)
     root, name = parent(url)
+    tries = meetings(url, storage_options, policy)
     save = _StepSave(prepare, Place(root, storage_options), name, policy, progress, config)
     failures: list[CloudckptError] = []
     for number in range(1 + policy.retries):
         try:
-            with meet(url, storage_options, number) as ranks:
+            with meet(*tries[number]) as ranks:
                 commit = save.to_run(ranks, failures)
                 save.bring_back(ranks)
                 return commit
@@ -92,7 +93,7 @@ def run_tries(
         raise failures[-1]
     try:
         fallback = policy.fallback
-        with meet(f"{fallback.url}/{name}", fallback.storage_options, 1 + policy.retries) as ranks:
+        with meet(*tries[-1]) as ranks:
             commit = save.to_fallback(ranks)
             if policy.num_waiting is not None:
                 give_up(ranks, fallback, policy.num_waiting, config=config)
@@ -101,6 +102,17 @@ def run_tries(
         raise failures[-1] from error
     logger.warning("%s was saved to %s instead", url, commit.url)
     return replace(commit, in_fallback=True)
+
+
+def meetings(
+    url: str, storage_options: Mapping[str, Any] | None, policy: RunPolicy | None
+) -> list[tuple[str, Mapping[str, Any] | None, int]]:
+    """What `Meet` is asked for, one after the other while tries fail; that of a fallback is the last."""
+    policy = policy or RunPolicy()
+    found = [(url, storage_options, number) for number in range(1 + policy.retries)]
+    if policy.fallback is not None:
+        found.append((f"{policy.fallback.url}/{parent(url)[1]}", policy.fallback.storage_options, len(found)))
+    return found
 
 
 _HOPELESS = (InvalidStateError, AlreadyCommittedError, MismatchError, FormatError)

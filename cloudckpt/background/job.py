@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cloudckpt._tries import MAX_RETRIES, RunPolicy, run_tries
+from cloudckpt._tries import MAX_RETRIES, RunPolicy, meetings, run_tries
 from cloudckpt._write import Commit, Prepared
 from cloudckpt.config import Config
 from cloudckpt.errors import CloudckptError
@@ -117,7 +117,7 @@ def give_up(job: Job, error: CloudckptError) -> None:
     if job.seat is None:
         return
     # In all tries: the others, told in one of them, go on with the next.
-    for number in range(1 + (job.policy.retries if job.policy else 0)):
-        with seated(job, job.url, job.storage_options, number) as ranks:
+    for meeting in meetings(job.url, job.storage_options, job.policy):
+        with seated(job, *meeting) as ranks:
             assert isinstance(ranks, StoreRanks)
             ranks.abandon(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,35 @@ def test_a_rank_that_loses_its_helper(ranks: RankPool, tmp_path: Path):
     with pytest.raises(NotFoundError):
         cloudckpt.read(tmp_path / "1")
     assert cloudckpt.read(tmp_path / "2")["step"] == 2
+
+
+def lose_the_helper_of_a_run(root: str) -> float:
+    """How long the others wait, where retries and a fallback come after the try in which a helper was lost."""
+    with cloudckpt.Checkpointer(
+        f"{root}/run", executor="process", retries=1, fallback_url=f"{root}/fallback", on_error="warn"
+    ) as run:
+        run.async_save(0, state(0)).result(60)
+        helper = _async._LANES["process"].executor._helper._process
+        if dist.get_rank() == 2:
+            os.kill(helper.pid, signal.SIGSTOP)
+        dist.barrier()
+        pending = run.async_save(1, state(1))
+        time.sleep(0.5)
+        if dist.get_rank() == 2:
+            os.kill(helper.pid, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(CloudckptError):
+            pending.result(90)
+        seconds = time.monotonic() - start
+        with warnings.catch_warnings(record=True):
+            run.async_save(2, state(2)).result(60)
+    return seconds
+
+
+def test_a_lost_helper_is_told_in_all_tries(ranks: RankPool, tmp_path: Path):
+    # Nothing is waited for: rank_timeout_s is 600.
+    assert max(ranks.run(3, lose_the_helper_of_a_run, str(tmp_path))) < 60
+    assert cloudckpt.Checkpointer(tmp_path / "run").steps() == [0, 2]
 
 
 def stay_away(root: str, coordination: str) -> CloudckptError | None:
