@@ -82,11 +82,9 @@ def async_save(
     alone = table.size == 1
     pending = PendingSave(url_text(url), step)
     seat, ranks = None, None
-    if alone:
-        _check(executor, coordination, table.size)
-    elif coordination == "collectives":
+    if coordination == "collectives" and not alone:
         ranks = table.own_ranks(config.rank_timeout_s)
-    else:  # also where it will be refused: the others may not refuse it, and wait
+    elif not alone:  # also where it will be refused: the others may not refuse it, and wait
         seat = table.next_seat(f"{pending.url} {step}", config.rank_timeout_s)
     options = SaveOptions(
         step=step,
