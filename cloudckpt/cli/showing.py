@@ -15,7 +15,6 @@ from cloudckpt.format.keys import split_key
 from cloudckpt.format.tree import array_leaves, path_text
 
 MAX_VALUE_WIDTH = 60
-_NESTED = (ArrayInfo, Mapping, list, tuple)
 
 
 def show_checkpoint(url: str, storage_options: Mapping[str, Any] | None, *, as_json: bool) -> None:

@@ -22,7 +22,6 @@ _OWN_LEASE = re.compile(r"[0-9a-f]{12}/lease")
 _ATTEMPT = re.compile(r"([0-9a-f]{12})(\.zarr|\.sync)?/.*", re.DOTALL)
 _SCRATCH = re.compile(r"(.*/)?\.cloudckpt-(probe|clock|tmp)-.*", re.DOTALL)
 _CHUNK = re.compile(r"(.+)/c((?:/(?:0|[1-9][0-9]{0,17}))*)")
-_SYNC = re.compile(r"([0-9a-f]{12}\.sync)(?:/.*)?", re.DOTALL)
 _KEY_FAULTS = {
     "has a control character or a lone surrogate": re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]"),
     "has a backslash": re.compile(r"\\"),
@@ -102,15 +101,6 @@ def parse_sync_round(key: str) -> int | None:
     """The round that a message is of; None for one that is of none."""
     match = re.match(r"[0-9a-f]{12}\.sync/([0-9]{5,9})/", key)
     return int(match[1]) or None if match else None
-
-
-def parse_sync_root(key: str) -> str | None:
-    """The root of the messages that a key relative to the checkpoint belongs to, or None.
-
-    What lies there is of use only while its save is running.
-    """
-    match = _SYNC.fullmatch(key)
-    return match[1] if match else None
 
 
 def chunk_key(array_name: str, index: tuple[int, ...]) -> str:

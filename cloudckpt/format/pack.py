@@ -44,10 +44,6 @@ class PackBuilder:
         self.nbytes = 0
         self._entries: list[_Entry] = []
 
-    @property
-    def num_entries(self) -> int:
-        return len(self._entries)
-
     def begin_stored(self, name: str, nbytes: int, crc32: int) -> bytes:
         """The header that goes before a stored payload; ``self.nbytes`` is then the end of that payload."""
         return self._begin(_Entry(name.encode("ascii"), _STORED, crc32, nbytes, nbytes, self.nbytes), ALIGNMENT)

@@ -328,10 +328,3 @@ def _may_overlap_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> boo
                 return True
             reach += stride * (extent - 1)
     return False
-
-
-def whole_array(array: npt.NDArray[Any], dtype: str, text: str) -> LocalShard:
-    """A fresh array as a target: all of the tensor, on this rank."""
-    shape = tuple(array.shape)
-    whole = PieceBox((0,) * len(shape), (0,) * len(shape), shape)
-    return LocalShard(text, dtype, shape, (whole,), np.asarray(array))

@@ -95,11 +95,6 @@ class StagingPool:
                 self._free.append(arena)
                 self._changed.notify_all()
 
-    def trim(self) -> None:
-        """Give the memory that no save uses back to the system."""
-        with self._changed:
-            self._drop_free()
-
     def _take(self, nbytes: int, device_type: str, timeout_s: float) -> Arena:
         if os.getpid() != self._process:
             self._begin()

@@ -65,14 +65,15 @@ def test_keys_of_messages():
     assert [keys.parse_sync_rank(key) for key in (whose, all_ranks, f"{root}/x/-1")] == [4095, None, None]
     for key in (whose, all_ranks, root):
         assert keys.check_key(key) == key
-        assert keys.parse_sync_root(key) == root
+    for key in (whose, all_ranks):
+        assert keys.parse_attempt(key) == root.removesuffix(".sync")
 
 
 @pytest.mark.parametrize(
     "key", ["manifest.json", "0123456789ab/r00000-000.zarr.zip", "0123456789ab.synced/x", "a.sync/x"]
 )
 def test_keys_of_other_things_are_no_messages(key):
-    assert keys.parse_sync_root(key) is None
+    assert keys.parse_sync_round(key) is None
 
 
 @pytest.mark.parametrize(
