@@ -14,7 +14,7 @@ from cloudckpt._save import Layout, prepare
 from cloudckpt._tries import RunPolicy
 from cloudckpt._write import Commit, Prepared
 from cloudckpt.background.job import Job, give_up
-from cloudckpt.background.pending import PendingSave, Running
+from cloudckpt.background.pending import PendingSave, Running, check_time
 from cloudckpt.background.process import ProcessExecutor
 from cloudckpt.background.threads import ThreadExecutor
 from cloudckpt.config import Config
@@ -112,6 +112,7 @@ def async_save(
 
     try:
         _check(executor, coordination, table.size)
+        check_time()
         lane = _LANES[executor]
         copied, staged = lane.stage(prepared, config)
     except BaseException as error:

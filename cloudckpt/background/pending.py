@@ -172,10 +172,6 @@ class _Unfinished:
         self.closers: list[Callable[[], None]] = []
 
     def add(self, pending: PendingSave) -> None:
-        if self.is_too_late:
-            raise InvalidStateError(
-                "nothing can go on in the background of an interpreter that is ending: save before that"
-            )
         with self._lock:
             self._saves.append(pending)
 
@@ -190,6 +186,14 @@ class _Unfinished:
 
 
 _UNFINISHED = _Unfinished()
+
+
+def check_time() -> None:
+    """Raises InvalidStateError where the process ends without waiting for what would begin now."""
+    if _UNFINISHED.is_too_late:
+        raise InvalidStateError(
+            "nothing can go on in the background of an interpreter that is ending: save before that"
+        )
 
 
 def close_at_exit(close: Callable[[], None]) -> None:
