@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cloudckpt._async import async_save
     from cloudckpt._copy import CopyReport, copy
     from cloudckpt._flights import RunStatus, SaveInFlight
+    from cloudckpt._import import import_from
     from cloudckpt._load import LoadReport, load
     from cloudckpt._migrate import migrate
     from cloudckpt._read import read
@@ -78,6 +79,7 @@ _HOMES = {
     "errors": "cloudckpt.errors",
     "global_expert_names": "cloudckpt.plan.names",
     "global_layer_names": "cloudckpt.plan.names",
+    "import_from": "cloudckpt._import",
     "load": "cloudckpt._load",
     "merge_parts": "cloudckpt.plan.names",
     "migrate": "cloudckpt._migrate",
@@ -125,6 +127,7 @@ __all__ = [
     "errors",
     "global_expert_names",
     "global_layer_names",
+    "import_from",
     "load",
     "merge_parts",
     "migrate",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from cloudckpt.plan.exchange import ROUND_BYTES
 from cloudckpt.plan.reads import RangeRead
 from cloudckpt.plan.rename import Rules
 from cloudckpt.plan.rules import ShardingRules
+from cloudckpt.plan.virtual import VirtualArray
 from cloudckpt.progress import Progress, start_progress
 from cloudckpt.pytorch.compare import LoadCall, compare
 from cloudckpt.pytorch.describe import Describer
@@ -71,6 +72,20 @@ class LoadReport:
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
     resized: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     migrated: list[str | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Finder(Generic[K]):
+    """How a stored state is found: ``read`` on the coordinator only, ``describe`` of what it gave on every rank.
+
+    ``describe`` returns the manifest, and arrays that its tree names though it has only what they are made of.
+    """
+
+    read: Callable[[Store], K]
+    describe: Callable[[K, str], tuple[Manifest, Mapping[str, VirtualArray]]]
+
+
+CHECKPOINT = Finder(catalog.read_manifest_bytes, lambda data, url: (decode_manifest(data, url), {}))
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,12 +169,23 @@ def load(
         progress=progress,
         config=config,
     )
-    opened: list[Store] = []
+    return run_load(call, ranks, url, storage_options, CHECKPOINT)
+
+
+def run_load(
+    call: LoadCall,
+    ranks: Group,
+    url: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+    finder: Finder[K],
+) -> LoadReport:
+    """`load` of what ``finder`` finds at ``url``. Collective over ``ranks``."""
+    config, opened = call.config, list[Store]()
 
     def begin() -> tuple[_Source, None]:
-        _check_options(exchange, exchange_scope)
-        describer = Describer(rules, ranks.rank, ranks.size)
-        check_root(state)
+        _check_options(call.exchange, call.exchange_scope)
+        describer = Describer(call.rules, ranks.rank, ranks.size)
+        check_root(call.state)
         opened.append(resolve(url, storage_options, config))
         return _Source(opened[0], describer), None
 
@@ -168,17 +194,23 @@ def load(
         counted_and_closed(opened, recorder),
     ):
         with recorder.stage("manifest"):
-            source, data = _round(ranks, begin, lambda own, _: catalog.read_manifest_bytes(own.store))
-            manifest = decode_manifest(data, source.store.url)
+            source, found = _round(ranks, begin, lambda own, _: finder.read(own.store))
+            manifest, made = finder.describe(found, source.store.url)
         recorder.step = manifest.document.step
         with recorder.stage("compare"):
             compared, verdict = _round(
                 ranks,
                 lambda: compare(
-                    call, manifest, source.store.url, source.describer, ranks, read_bytes=effective_read_bytes(config)
+                    call,
+                    manifest,
+                    source.store.url,
+                    source.describer,
+                    ranks,
+                    read_bytes=effective_read_bytes(config),
+                    made=made,
                 ),
                 lambda own, wishes: judge(
-                    wishes, own.stored, source.store.url, strict=strict, rules=rules, resize=resize
+                    wishes, own.stored, source.store.url, strict=call.strict, rules=call.rules, resize=call.resize
                 ),
             )
         assert compared.prepared is not None, "judge() raises where it is"

@@ -33,10 +33,17 @@ _first_chunk = operator.attrgetter("first_chunk")
 
 
 class Manifest:
-    """A validated manifest. Grids and columns are built once, on first use."""
+    """A validated manifest. Grids and columns are built once, on first use.
 
-    def __init__(self, document: Document) -> None:
+    ``has_checksums``: whether a CRC-32C follows each chunk. Not so where a manifest stands for files of others.
+    """
+
+    def __init__(self, document: Document, *, has_checksums: bool = True) -> None:
         self.document = document
+        self.has_checksums = has_checksums
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _manifest, (self.document, self.has_checksums)  # without what was built
 
     @property
     def arrays(self) -> tuple[ArrayEntry, ...]:
@@ -87,6 +94,8 @@ class Manifest:
 
     def same_bytes(self, first: int, second: int) -> bool:
         """Whether two arrays are known to be equal: cut alike, with equal checksums."""
+        if not self.has_checksums:
+            return False
         a, b = self.arrays[first], self.arrays[second]
         if (a.dtype, a.shape, a.grid, a.compression) != (b.dtype, b.shape, b.grid, b.compression):
             return False
@@ -124,6 +133,10 @@ class Manifest:
     def encode(self) -> bytes:
         body = msgspec.json.encode(self.document)
         return body[:-1] + _tail(body[:-1])
+
+
+def _manifest(document: Document, has_checksums: bool) -> Manifest:
+    return Manifest(document, has_checksums=has_checksums)
 
 
 def _tail(body: bytes) -> bytes:

@@ -38,10 +38,10 @@ Move: TypeAlias = tuple[list[Leaf], list[Leaf]]
 class Moves:
     """The stored leaves as the rules so far have left them. ``made``: arrays that no checkpoint stores, by name."""
 
-    def __init__(self, manifest: Manifest, found: list[Leaf]) -> None:
+    def __init__(self, manifest: Manifest, found: list[Leaf], made: Mapping[str, VirtualArray]) -> None:
         self.manifest = manifest
         self.leaves = found
-        self.made: dict[str, VirtualArray] = {}
+        self.made = dict(made)
 
     def apply(self, rule: Any, *, may_be_idle: bool = False) -> None:
         moves = self._moves(rule)

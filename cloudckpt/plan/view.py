@@ -78,17 +78,22 @@ class View:
 
 
 def renamed(
-    manifest: Manifest, rules: Rules | None, changes: Changes | None = None, migrations: Sequence[Migration] = ()
+    manifest: Manifest,
+    rules: Rules | None,
+    changes: Changes | None = None,
+    migrations: Sequence[Migration] = (),
+    made: Mapping[str, VirtualArray] | None = None,
 ) -> View:
     """Raises InvalidStateError for rules that match nothing, lead to one name twice, or do not fit the tensors.
 
-    ``migrations`` come before ``rules``; theirs may match nothing.
+    ``migrations`` come before ``rules``; theirs may match nothing. ``made``: arrays that the tree names, though the
+    manifest has only what they are made of.
     """
     tree = manifest.document.tree
     changes = changes or Changes()
     if rules is None and not migrations:
-        return View(manifest, tree, {}, changes)
-    state = Moves(manifest, [Leaf(path, path, node) for path, node in leaves(tree)])
+        return View(manifest, tree, made or {}, changes)
+    state = Moves(manifest, [Leaf(path, path, node) for path, node in leaves(tree)], made or {})
     for migration in migrations:
         try:
             for rule in listed(migration.make_rules()):

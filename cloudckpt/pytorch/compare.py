@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from cloudckpt.plan.migrations import migrations_between
 from cloudckpt.plan.rename import Rules
 from cloudckpt.plan.rules import ShardingRules
 from cloudckpt.plan.view import describe_rules, renamed
+from cloudckpt.plan.virtual import VirtualArray
 from cloudckpt.progress import Progress
 from cloudckpt.pytorch.describe import Describer
 from cloudckpt.pytorch.fill import match_state
@@ -60,13 +61,23 @@ class Compared:
 
 
 def compare(
-    call: LoadCall, manifest: Manifest, where: str, describer: Describer, ranks: Group, *, read_bytes: int
+    call: LoadCall,
+    manifest: Manifest,
+    where: str,
+    describer: Describer,
+    ranks: Group,
+    *,
+    read_bytes: int,
+    made: Mapping[str, VirtualArray] | None = None,
 ) -> tuple[Compared, Wish]:
-    """What this rank's target asks for, and what the others must know of it. Nothing is changed."""
+    """What this rank's target asks for, and what the others must know of it. Nothing is changed.
+
+    ``made``: arrays that the manifest's tree names, though it has only what they are made of.
+    """
     stored_version = manifest.document.model_version
     changes = Changes.of(call.cast, call.resize)
     migrations = migrations_between(stored_version, call.model_version, where)
-    view = renamed(manifest, call.rename, changes, migrations)
+    view = renamed(manifest, call.rename, changes, migrations, made)
     match = match_state(
         call.state,
         manifest,

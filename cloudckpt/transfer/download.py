@@ -179,7 +179,8 @@ class _RangeReader:
         chunk = self.chunk
         columns = self._manifest.columns
         self._start = int(columns.byte_offset[chunk])
-        self._suffix_start = self._start + int(columns.nbytes[chunk]) - CHECKSUM_BYTES
+        self._end = self._start + int(columns.nbytes[chunk])
+        self._suffix_start = self._end - (CHECKSUM_BYTES if self._manifest.has_checksums else 0)
         self._clear()
         array, _ = self._manifest.locate(chunk)
         self._sink = self._open_sink(chunk)
@@ -207,15 +208,16 @@ class _RangeReader:
                 taken = min(self._suffix_start - self.position, len(data))
                 self._take(data[:taken])
             else:
-                taken = min(self._suffix_start + CHECKSUM_BYTES - self.position, len(data))
+                taken = min(self._end - self.position, len(data))
                 self._suffix += data[:taken].tobytes()
             data = data[taken:]
             self.position += taken
-            if len(self._suffix) == CHECKSUM_BYTES:
+            if self.position == self._end:
                 yield self._finish()
 
     def _take(self, data: Bytes1D) -> None:
-        self._crc32c = checksum(data, self._crc32c)
+        if self._manifest.has_checksums:
+            self._crc32c = checksum(data, self._crc32c)
         offset = self.position - self._start
         if self._packed is None:
             self._sink.put(data, offset)
@@ -224,8 +226,8 @@ class _RangeReader:
 
     def _finish(self) -> int:
         chunk = self.chunk
-        expected = int(self._manifest.columns.crc32c[chunk])
-        if self._crc32c != expected or int.from_bytes(self._suffix, "little") != expected:
+        expected = int(self._manifest.columns.crc32c[chunk]) if self._manifest.has_checksums else None
+        if expected is not None and (self._crc32c != expected or int.from_bytes(self._suffix, "little") != expected):
             raise corrupt(
                 self._manifest, chunk, f"checksum mismatch: CRC-32C is {self._crc32c:08x}, not {expected:08x}"
             )
