@@ -19,6 +19,7 @@ from tests.servers.process import S3Server
 PRELUDES = Path(__file__).parent / "preludes"
 
 # What pages call their store, for the one that the tests have.
+HOME = "/home/me"
 BUCKET, ENDPOINT, KEY, SECRET, MOUNT = "s3://bucket", "http://minio:9000", "minio-user", "minio-password", "/mnt/"
 
 
@@ -50,7 +51,7 @@ class Page:
 
     def as_printed(self, text: str) -> str:
         """The reverse, for what was printed."""
-        text = text.replace(f"{self.folder}{MOUNT}", MOUNT)
+        text = text.replace(f"{self.folder}{MOUNT}", MOUNT).replace(str(self.folder), HOME)
         if self.server is not None:
             text = text.replace(f"s3://{self.bucket}", BUCKET).replace(self.server.endpoint_url, ENDPOINT)
         return text
