@@ -59,4 +59,6 @@ def _linked(text: str, scope: Any, public: set[str], errors: set[str]) -> str:
         return f"`{name}`"
 
     text = _NAME.sub(link, text)
-    return _ERROR.sub(lambda found: f"[{found[1]}][cloudckpt.errors.{found[1]}]" if found[1] in errors else found[0], text)
+    return _ERROR.sub(
+        lambda found: f"[{found[1]}][cloudckpt.errors.{found[1]}]" if found[1] in errors else found[0], text
+    )

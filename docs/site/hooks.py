@@ -1,6 +1,6 @@
 """What mkdocs does to pages before they are rendered.
 
-- ``<!-- include: README.md#How fast -->`` stands for that section of a file of the repository, so that nothing is said twice.
+- ``<!-- include: README.md#How fast -->`` stands for that section of that file: nothing is said twice.
 - ``<!-- commands -->`` stands for what the command line says of itself.
 - Comments, which are for the tests, are left out.
 - The one script that the theme would load from elsewhere is a file of ours (``assets/worker.js``).
@@ -53,7 +53,7 @@ def rendered(markdown: str, page: str) -> str:
 
 
 def section(file: str, heading: str | None, folder: str) -> str:
-    """A file of the repository, or what stands under a ``##`` heading of it, with links as a page in ``folder`` needs."""
+    """A file of the repository, or what is under a ``##`` heading of it, with links as a page in ``folder`` needs."""
     text = (ROOT / file).read_text(encoding="utf-8")
     if heading is not None:
         _, found, text = text.partition(f"\n## {heading}\n")
@@ -65,7 +65,11 @@ def section(file: str, heading: str | None, folder: str) -> str:
 
 def _moved(link: re.Match[str], file: str, folder: str) -> str:
     target = posixpath.normpath(posixpath.join(posixpath.dirname(file), link[1]))
-    pages = {"CHANGELOG.md": "docs/changelog.md", "README.md": "docs/index.md", "benchmarks/README.md": "docs/performance.md"}
+    pages = {
+        "CHANGELOG.md": "docs/changelog.md",
+        "README.md": "docs/index.md",
+        "benchmarks/README.md": "docs/performance.md",
+    }
     target = pages.get(target, target)
     if not target.startswith("docs/"):  # a file of the repository that is no page: its name is enough
         return f"] (`{target}`)"
@@ -92,9 +96,9 @@ def _find(nav: Any, title: str) -> Any:
 
 def commands() -> Iterator[str]:
     sys.path.insert(0, str(ROOT))
-    from cloudckpt.cli import _parser
+    from cloudckpt.cli.parser import make_parser
 
-    yield from _command(_parser())
+    yield from _command(make_parser())
 
 
 def _command(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -118,7 +122,9 @@ def _command(parser: argparse.ArgumentParser) -> Iterator[str]:
 def _wrapped(usage: str) -> str:
     import textwrap
 
-    return "\n".join(textwrap.wrap(usage, 100, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False))
+    return "\n".join(
+        textwrap.wrap(usage, 100, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    )
 
 
 def _names(action: argparse.Action) -> str:

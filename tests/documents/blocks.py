@@ -1,8 +1,8 @@
 """The code blocks of a page of Markdown.
 
-A fence says what it holds. Programs (``python``, ``console``, ``bash``) are run by the tests, in the order in which they
-stand; one that cannot be is marked on the line before it: ``<!-- not run: reason -->``. Other languages are for reading;
-``text`` that follows a program is what it prints.
+A fence says what it holds. Programs (``python``, ``console``, ``bash``) are run by the tests, in the order in which
+they stand; one that cannot be is marked on the line before it: ``<!-- not run: reason -->``. Other languages are for
+reading; ``text`` that follows a program is what it prints.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def blocks(page: str) -> list[Block]:
         indent, language, source = fence.groups()
         line = text.count("\n", 0, fence.start()) + 2
         if language not in PROGRAMS + READING:
-            raise AssertionError(f"{page}:{line - 1}: ```{language}: the language of a block is one of {PROGRAMS + READING}")
+            raise AssertionError(
+                f"{page}:{line - 1}: ```{language}: the language of a block is one of {PROGRAMS + READING}"
+            )
         mark = _MARK.search(text[: fence.start()])
         after = fences[number + 1] if number + 1 < len(fences) else None
         follows = after is not None and after[2] == "text" and not text[fence.end() : after.start()].strip()
@@ -97,7 +99,7 @@ def commands(block: Block) -> list[Command]:
             found.append(Command(line, text, None))
         elif block.language == "console" and text.startswith("$ "):
             found.append(Command(line, text[2:], None))
-        elif block.language == "console" and text and found:
+        elif block.language == "console" and found and (text or found[-1].output):
             last = found.pop()
             found.append(Command(last.line, last.text, (last.output or "") + text + "\n"))
         line += 1 + folded
@@ -105,7 +107,7 @@ def commands(block: Block) -> list[Command]:
 
 
 def printed_as(shown: str, printed: str) -> bool:
-    """Whether ``printed`` is what a page shows; ``...`` there stands for anything. Spaces at the ends of lines do not count."""
+    """Whether ``printed`` is what a page shows; ``...`` there stands for anything, and ends of lines do not count."""
     parts = "\n".join(line.rstrip() for line in shown.strip().splitlines()).split("...")
     text = "\n".join(line.rstrip() for line in printed.strip().splitlines())
     return re.fullmatch(".*?".join(map(re.escape, parts)), text, re.DOTALL) is not None

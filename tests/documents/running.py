@@ -1,4 +1,4 @@
-"""Runs code blocks in the processes of a `RankPool`, as if a reader had typed them one after the other in one folder."""
+"""Runs code blocks in the processes of a `RankPool`, as if a reader had typed them one after the other."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def run_page(page: Page, ranks: RankPool) -> None:
     for block in runs(page.name):
         if block.language == "python":
             source = "\n" * (block.line - 1) + page.here(block.source)
-            printed = _python(page, ranks, source, str(ROOT / page.name), block.num_ranks or 1, block.num_ranks is not None)
+            printed = _python(
+                page, ranks, source, str(ROOT / page.name), block.num_ranks or 1, block.num_ranks is not None
+            )
             if block.output is not None:
                 _compare(block.where, block.output, page.as_printed(printed))
         else:
