@@ -8,7 +8,7 @@ from typing import Any
 import griffe
 
 _ITEM = re.compile(r"(?:^|(?<=[.;,] ))``[^`]+``(?:, ``[^`]+``)*:(?!:)")
-_NAME = re.compile(r"(?<!`)`(?:cloudckpt\.)?([A-Za-z_.]+)`(?!`)")
+_NAME = re.compile(r"(?<!`)`((?:cloudckpt\.)?([A-Za-z_.]+))`(?!`)")
 _ERROR = re.compile(r"(?<![`\w.])([A-Z]\w*Error)(?![`\w])")
 
 
@@ -50,13 +50,13 @@ def _linked(text: str, scope: Any, public: set[str], errors: set[str]) -> str:
     owner = scope.parent if scope.is_function and scope.parent is not None and scope.parent.is_class else scope
 
     def link(found: re.Match[str]) -> str:
-        name = found[1]
+        name = found[2]
         head, _, member = name.partition(".")
         if owner.is_class and owner.name in public and owner is not scope and name in owner.members:
             return f"[`{name}`][cloudckpt.{owner.name}.{name}]"
         if head in public and (not member or head in ("PendingSave", "Checkpointer")):
             return f"[`{name}`][cloudckpt.{name}]"
-        return f"`{name}`"
+        return f"`{found[1]}`"
 
     text = _NAME.sub(link, text)
     return _ERROR.sub(

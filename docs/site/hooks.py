@@ -13,7 +13,9 @@ import argparse
 import posixpath
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    if page.file.src_uri.startswith("adr/"):
+        page.meta.setdefault("search", {"boost": 0.5})  # found after the pages for users
     return rendered(markdown, page.file.src_uri)
 
 
@@ -46,7 +50,13 @@ def on_post_template(output_content: str, **_: Any) -> str:
 def rendered(markdown: str, page: str) -> str:
     """The Markdown of a page (a path below docs/) without what only this module and the tests understand."""
     folder = posixpath.dirname(page)
-    text = _INCLUDE.sub(lambda found: section(found[1], found[2], folder), markdown)
+    has_title = markdown.startswith("# ")
+
+    def included(found: re.Match[str]) -> str:
+        text = section(found[1], found[2], folder)
+        return text.partition("\n")[2] if has_title and text.startswith("# ") else text
+
+    text = _INCLUDE.sub(included, markdown)
     if "<!-- commands -->" in text:
         text = text.replace("<!-- commands -->", "\n".join(commands()))
     return _outside_fences(text, lambda part: _COMMENT.sub("", part))
@@ -120,18 +130,13 @@ def _command(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _wrapped(usage: str) -> str:
-    import textwrap
-
-    return "\n".join(
-        textwrap.wrap(usage, 100, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
-    )
+    return "\n".join(textwrap.wrap(usage, 76, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False))
 
 
 def _names(action: argparse.Action) -> str:
-    if not action.option_strings:
-        return f"`{action.metavar or action.dest}`"
-    value = action.metavar or action.dest.upper()
-    return ", ".join(f"`{name}`" if action.nargs == 0 else f"`{name} {value}`" for name in action.option_strings)
+    value = str(action.metavar or "|".join(map(str, action.choices or ())) or action.dest.upper())
+    names = [name if action.nargs == 0 else f"{name} {value}" for name in action.option_strings] or [value]
+    return "<br>".join(f'<code class="argument">{escape(name).replace("|", "&#124;")}</code>' for name in names)
 
 
 def _cell(action: argparse.Action) -> str:
