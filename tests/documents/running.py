@@ -58,7 +58,7 @@ class Page:
 
 
 def run_page(page: Page, ranks: RankPool) -> None:
-    prelude = PRELUDES / f"{Path(page.name).stem.replace('-', '_')}.py"
+    prelude = PRELUDES / f"{page.name.removeprefix('docs/').removesuffix('.md').replace('/', '_').replace('-', '_')}.py"
     if prelude.exists():
         _python(page, ranks, prelude.read_text(), str(prelude), 1, fresh=False)
     for block in runs(page.name):
