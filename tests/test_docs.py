@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents.blocks import Block, blocks, commands, not_run, pages, printed_as, runs
-from tests.documents.running import Page, run_page
+from tests.documents.blocks import Block, blocks, blocks_of, commands, not_run, pages, printed_as, runs
+from tests.documents.running import Page, run_block, run_page
 from tests.ranks import RankPool
 
 NUM_NOT_RUN = 4
@@ -36,6 +36,33 @@ def test_blocks_say_what_they_are(page: str):
             lines = block.source.splitlines()
             told = [line for line in lines if line.startswith(("$ ", "cloudckpt ", "import ", "pip "))]
             assert not told, f"{block.where}: {told[0]!r} looks like a program: the block is python or console"
+
+
+def test_marks_and_output_of_blocks():
+    page = "- in a list:\n\n  <!-- not run: why -->\n  ```python\n  x = 1\n  ```\n\n"
+    page += "```console\n$ ls\n```\n\n```text\na\n```\n"
+    first, second, third = blocks_of("page.md", page)
+    assert (first.line, first.source, first.reason) == (5, "x = 1\n", "why")
+    assert (second.reason, second.output, third.language) == (None, "a\n", "text")
+
+
+def test_blocks_of_no_or_an_unknown_language_are_refused():
+    for text in ("```\nx\n```\n", "```fortran\nx\n```\n", "```text\nx\n"):
+        with pytest.raises(AssertionError, match=r"page\.md"):
+            blocks_of("page.md", text)
+
+
+def test_blocks_that_fail_or_print_something_else_are_named(ranks: RankPool, tmp_path: Path):
+    page = Page("page.md", tmp_path)
+    for source, output, message in (
+        ("# 1 rank\nassert False\n", None, r'page\.md", line 8'),
+        ("# 1 rank\nprint(1)\n", "2\n", r"page\.md:7 prints"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            run_block(page, Block("page.md", 7, "python", source, None, output), ranks)
+    for command in ("kubectl get pods", "cloudckpt show nothing-there", "cloudckpt --no-such-option"):
+        with pytest.raises(AssertionError, match=r"page\.md:7: "):
+            run_block(page, Block("page.md", 7, "console", f"$ {command}\n", None, None), ranks)
 
 
 def test_lines_of_a_console():

@@ -49,7 +49,11 @@ def pages() -> list[str]:
 
 
 def blocks(page: str) -> list[Block]:
-    text = (ROOT / page).read_text(encoding="utf-8")
+    return blocks_of(page, (ROOT / page).read_text(encoding="utf-8"))
+
+
+def blocks_of(page: str, text: str) -> list[Block]:
+    """The blocks of a page that has this text."""
     fences = list(_FENCE.finditer(text))
     found = []
     for number, fence in enumerate(fences):

@@ -62,18 +62,22 @@ def run_page(page: Page, ranks: RankPool) -> None:
     if prelude.exists():
         _python(page, ranks, prelude.read_text(), str(prelude), 1, fresh=False)
     for block in runs(page.name):
-        if block.language == "python":
-            source = "\n" * (block.line - 1) + page.here(block.source)
-            printed = _python(
-                page, ranks, source, str(ROOT / page.name), block.num_ranks or 1, block.num_ranks is not None
-            )
-            if block.output is not None:
-                _compare(block.where, block.output, page.as_printed(printed))
-        else:
-            _console(page, ranks, block)
+        run_block(page, block, ranks)
 
 
-def _python(page: Page, ranks: RankPool, source: str, name: str, num_ranks: int, fresh: bool) -> str:
+def run_block(page: Page, block: Block, ranks: RankPool) -> None:
+    """Raises AssertionError, with file and line, where it fails, or does not print what the page shows."""
+    if block.language != "python":
+        _console(page, ranks, block)
+        return
+    source = "\n" * (block.line - 1) + page.here(block.source)
+    is_fresh = block.num_ranks is not None
+    printed = _python(page, ranks, source, str(ROOT / page.name), block.num_ranks or 1, fresh=is_fresh)
+    if block.output is not None:
+        _compare(block.where, block.output, page.as_printed(printed))
+
+
+def _python(page: Page, ranks: RankPool, source: str, name: str, num_ranks: int, *, fresh: bool) -> str:
     key = None if fresh else page.name
     printed: str = ranks.run(num_ranks, execute, source, name, str(page.folder), page.environment, key)[0]
     return printed
