@@ -44,7 +44,7 @@ class Block:
 
 def pages() -> list[str]:
     """All documents, relative to the repository."""
-    found = [*(ROOT / "docs").rglob("*.md"), ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
+    found = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"]
     return sorted(path.relative_to(ROOT).as_posix() for path in found)
 
 
