@@ -10,7 +10,7 @@ SETUP := $(VENV)/.setup-done
 BENCH := $(VENV)/.bench-done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-compose check bench clean
+.PHONY: help setup demo test test-long test-compose check bench docs docs-serve clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -36,6 +36,12 @@ check: $(SETUP)  ## lint, format, types, layers
 
 bench: $(BENCH)  ## side by side with other checkpoint libraries; options in ARGS="..."
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+docs: $(SETUP)  ## the documentation as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+docs-serve: $(SETUP)  ## the same while it is written, on http://localhost:8000
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 clean:  ## remove .venv and everything that was built
 	rm -rf $(VENV) build dist demo-run bench-results

@@ -1,0 +1,1 @@
+"""The documents as programs: what their code blocks are (`blocks`), and how they are run (`running`)."""
