@@ -155,7 +155,7 @@ def _copy_step(
             for number, (old, new) in enumerate(zip(manifest.objects, entries, strict=True))
         ]
         copies = [copy for copy in wanted if key_in_run(step.name, copy.target) not in done.objects]
-        widths = Widths.of(len(copies), places.config)
+        widths = Widths.of([copy.nbytes for copy in copies], source.buffered_bytes, places.config)
         with closing(places.target(step.name, widths.sending)) as target:
             check_free(target, "", manifest, overwrite=overwrite)
             present = committed(target, "")

@@ -114,18 +114,21 @@ def _bring(
 
         def send() -> None:
             mine = [copy for copy, owner in zip(copies, owners, strict=True) if owner == ranks.rank]
-            widths = Widths.of(len(mine), config)
-            sizes = {info.key: info.nbytes for info in target.list("")} if mine else {}
-            copy_objects(
-                source,
-                target,
-                mine,
-                there=sizes,
-                trust_sizes=False,
-                widths=widths,
-                config=widths.sending,
-                advance=lambda _: None,
-            )
+            if not mine:
+                return
+            sizes = {info.key: info.nbytes for info in target.list("")}
+            widths = Widths.of([copy.nbytes for copy in mine], source.buffered_bytes, config)
+            with run.open(widths.sending, saved.name) as narrow:
+                copy_objects(
+                    source,
+                    narrow,
+                    mine,
+                    there=sizes,
+                    trust_sizes=False,
+                    widths=widths,
+                    config=config,
+                    advance=lambda _: None,
+                )
 
         def commit(_: Sequence[None]) -> None:
             with contextlib.suppress(AlreadyCommittedError):  # in the meantime, by a copy of this job's

@@ -70,7 +70,10 @@ class WindowReader:
         shards: dict[Block, LocalShard] = {}
         for block in window:
             leaf, array = self._rewrite.leaves[block.array], self._rewrite.arrays[block.array]
-            memory = torch.empty(block.box.shape, dtype=torch_dtype(leaf.dtype, leaf.id))
+            kind = torch_dtype(leaf.dtype, leaf.id)
+            # Not from malloc, which keeps in each thread's arena about as much as was ever in use there.
+            data = torch.from_numpy(self._scratch.take(block.box.num_elements * kind.itemsize))
+            memory = data.view(kind).reshape(block.box.shape)
             zero = (0,) * len(block.box.shape)
             piece = PieceBox(zero, block.box.offset, block.box.shape)
             shards[block] = LocalShard(leaf.id, leaf.dtype, leaf.shape, (piece,), memory)

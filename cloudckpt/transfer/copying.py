@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +15,7 @@ from cloudckpt.errors import InterruptedTransferError, NotFoundError, StoreError
 from cloudckpt.format.codec import checksum
 from cloudckpt.progress import Advance
 from cloudckpt.store.base import Store, byte_view
+from cloudckpt.store.parts import part_size
 from cloudckpt.transfer.pool import run_all
 
 
@@ -41,7 +42,7 @@ class DamagedObjectError(StoreError):
 class Widths:
     """How much is under way at a time, so that all of it stays within ``Config.memory_bytes``.
 
-    One half of the budget is for what has been read, the other for what the client library is sending.
+    One half of the budget is for what is read, the other for what the client library is sending.
     ``num_ranges``: ranges of ``range_bytes`` of each object that are read and not yet handed on. ``sending``: the
     settings for the store that is written to.
     """
@@ -52,14 +53,23 @@ class Widths:
     sending: Config
 
     @staticmethod
-    def of(num_objects: int, config: Config) -> Widths:
+    def of(sizes: Collection[int], buffered_bytes: Callable[[int], int], config: Config) -> Widths:
+        """``sizes``: of the objects. ``buffered_bytes``: what a stream of the source holds, see `Store`."""
         half = config.memory_bytes // 2
-        range_bytes = max(MIB, min(config.read_bytes, half // (2 * config.num_threads)))
-        num_ranges = max(1, half // range_bytes)
-        at_a_time = max(1, min(config.num_threads, num_objects, num_ranges))
-        share = max(1, min(config.num_threads, num_ranges // at_a_time))
+        # For each thread a range that it reads, what the stream buffers meanwhile, and a range that waits.
+        share = half // config.num_threads
+        range_bytes = max(MIB, min(config.read_bytes, (share - buffered_bytes(share // 2)) // 2))
+        buffered = buffered_bytes(range_bytes)
+        num_ranges = max(1, half // (range_bytes + buffered))
+        if num_ranges > config.num_threads:
+            num_ranges = (half - config.num_threads * buffered) // range_bytes
+        largest = max(sizes, default=1)
+        # Two parts beside the one under way: see `parts_in_flight`.
+        least_sent = 3 * max(1, min(largest, part_size(largest, config.part_bytes)))
+        at_a_time = max(1, min(config.num_threads, len(sizes), num_ranges, half // least_sent))
+        ahead = max(1, min(config.num_threads, num_ranges // at_a_time))
         sending = replace(config, memory_bytes=max(1, half // at_a_time))
-        return Widths(at_a_time, share, range_bytes, sending)
+        return Widths(at_a_time, ahead, range_bytes, sending)
 
 
 def copy_objects(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,8 +22,9 @@ from tests.sharding import make_mesh
 MIB = 1024 * 1024
 ROWS = 6144
 BUDGET = 48 * MIB
-ALLOWANCE = 40 * MIB
-"""For threads' stacks, the clients' own buffers and what malloc keeps. The tensors of a rank are 144 MiB."""
+ALLOWANCE = 16 * MIB
+"""For threads' stacks, the clients' own buffers and what malloc keeps: 3 MiB beyond the budget is the most that was
+measured here, on a machine with ten times as much to do as it has cores. The tensors of a rank are 144 MiB."""
 
 
 @pytest.fixture
@@ -41,24 +43,37 @@ def memory(field: str) -> int:
 
 
 def extra_memory(call: Callable[[], object]) -> int:
-    """The peak of resident memory during a call, beyond what was resident before."""
+    """The peak of resident memory during a call, beyond what was in use before."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # or the call would have for nothing what an earlier one has left
     Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS
     before = memory("VmRSS")
     call()
     return memory("VmHWM") - before
 
 
-def large_state(value: float) -> dict[str, Any]:
-    """Per rank 48 MiB each of strided rows, of columns in a transposed buffer, and of a plain tensor."""
+def bound(budget: int) -> int:
+    """What ``Config.memory_bytes`` promises."""
+    return budget * 11 // 10 + ALLOWANCE
+
+
+def large_state() -> dict[str, Any]:
+    """Per rank 48 MiB each of strided rows, of columns in a transposed buffer, and of a plain tensor; all noise."""
     mesh = make_mesh((2,))
-    rows = torch.full((ROWS // 2, 4096), value)
-    columns = torch.full((4096, ROWS // 2), value).t()
+    torch.manual_seed(0)
+    plain = torch.rand(ROWS // 2, 4096)
+    torch.manual_seed(1 + dist.get_rank())
+    rows = torch.rand(ROWS // 2, 4096)
+    columns = torch.rand(4096, ROWS // 2).t()
     return {
         "rows": DTensor.from_local(rows, mesh, [_StridedShard(0, split_factor=8)], run_check=False),
         "columns": DTensor.from_local(columns, mesh, [Shard(1)], run_check=False),
-        "plain": torch.full((ROWS // 2, 4096), value),
+        "plain": plain,
     }
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def measure(url: str, options: dict[str, Any], engine: Any, arguments: dict[str, Any]) -> tuple[int, int]:
@@ -67,16 +82,13 @@ def measure(url: str, options: dict[str, Any], engine: Any, arguments: dict[str,
     small = {"w": torch.ones(1000)}  # imports and connections
     cloudckpt.save(small, f"{url}-small", **common, **arguments)
     cloudckpt.load(small, f"{url}-small", **common)
-    state = large_state(1.0 + dist.get_rank())
-    state["plain"].fill_(3.0)
+    state = large_state()
     saving = extra_memory(lambda: cloudckpt.save(state, url, **common, **arguments))
     for tensor in state.values():
-        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(-1.0)
+        local(tensor).fill_(-1.0)
     loading = extra_memory(lambda: cloudckpt.load(state, url, **common))
-    rank_value = 1.0 + dist.get_rank()
-    assert (state["rows"].to_local() == rank_value).all()
-    assert (state["columns"].to_local() == rank_value).all()
-    assert (state["plain"] == 3.0).all()
+    for name, tensor in large_state().items():
+        assert torch.equal(local(state[name]), local(tensor))
     return saving, loading
 
 
@@ -91,11 +103,11 @@ def test_on_s3(
     bucket = juicefs_s3.make_bucket(f"memory-{request.node.callspec.id}")
     found = fresh.run(2, measure, f"s3://{bucket}/run", juicefs_s3.storage_options, engine, arguments)
     for saving, loading in found:
-        assert saving <= BUDGET + ALLOWANCE
-        assert loading <= BUDGET + ALLOWANCE
+        assert saving <= bound(BUDGET)
+        assert loading <= bound(BUDGET)
 
 
 def test_on_a_local_disk(fresh: RankPool, tmp_path: Path):
     for saving, loading in fresh.run(2, measure, str(tmp_path / "run"), {}, "auto", {}):
-        assert saving <= BUDGET + ALLOWANCE
-        assert loading <= BUDGET + ALLOWANCE
+        assert saving <= bound(BUDGET)
+        assert loading <= bound(BUDGET)

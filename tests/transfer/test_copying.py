@@ -21,21 +21,26 @@ from cloudckpt.transfer.copying import DamagedObjectError, ObjectCopy, Widths, c
 
 
 @given(
-    num_objects=st.integers(0, 10_000),
+    sizes=st.lists(st.integers(0, 200 * MIB), max_size=100),
     memory_bytes=st.integers(1, 2048 * MIB),
     num_threads=st.integers(1, 64),
     read_bytes=st.integers(1, 64 * MIB),
+    buffered=st.integers(0, 16 * MIB),
 )
-def test_what_is_under_way_fits_into_memory(num_objects: int, memory_bytes: int, num_threads: int, read_bytes: int):
+def test_what_is_under_way_fits_into_memory(
+    sizes: list[int], memory_bytes: int, num_threads: int, read_bytes: int, buffered: int
+):
     config = Config(memory_bytes=memory_bytes, num_threads=num_threads, read_bytes=read_bytes)
-    widths = Widths.of(num_objects, config)
+    widths = Widths.of(sizes, lambda nbytes: min(nbytes, buffered), config)
     assert min(widths.num_objects, widths.num_ranges, widths.range_bytes) >= 1
-    assert widths.num_objects <= max(1, min(num_objects, num_threads))
-    read = widths.num_objects * widths.num_ranges * widths.range_bytes
-    sent = widths.num_objects * (parts_in_flight(config.part_bytes, widths.sending) + 2) * config.part_bytes
-    assert read <= max(memory_bytes // 2, MIB)
-    # At least one part is being sent of every object, whatever the budget.
-    assert sent <= max(memory_bytes // 2, widths.num_objects * 3 * config.part_bytes)
+    assert widths.num_objects <= max(1, min(len(sizes), num_threads))
+    num_ranges = widths.num_objects * widths.num_ranges
+    streams = min(num_threads, num_ranges) * min(widths.range_bytes, buffered)
+    part = min(max(sizes, default=0), config.part_bytes)
+    sent = widths.num_objects * (parts_in_flight(config.part_bytes, widths.sending) + 2) * part
+    # One range and three parts, whatever the budget.
+    assert num_ranges * widths.range_bytes + streams <= max(memory_bytes // 2, 2 * MIB)
+    assert sent <= max(memory_bytes // 2, 3 * part)
 
 
 class Counted(MemoryStore):
@@ -68,7 +73,8 @@ def objects(store: MemoryStore, sizes: list[int]) -> list[ObjectCopy]:
 
 def run(source: Any, target: Any, copies: list[ObjectCopy], config: Config, **arguments: Any) -> list[ObjectCopy]:
     arguments = {"there": {}, "trust_sizes": False, "advance": lambda _: None, **arguments}
-    return copy_objects(source, target, copies, widths=Widths.of(len(copies), config), config=config, **arguments)
+    widths = Widths.of([copy.nbytes for copy in copies], source.buffered_bytes, config)
+    return copy_objects(source, target, copies, widths=widths, config=config, **arguments)
 
 
 def test_objects_of_all_sizes():
