@@ -13,7 +13,9 @@ from cloudckpt.config import Config
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format import values
 from cloudckpt.format.keys import step_dir
+from cloudckpt.interop import hf_index
 from cloudckpt.interop.foreign import Foreign, Origin, file_in
+from cloudckpt.interop.hf_files import open_hf
 from cloudckpt.plan.migrations import check_version
 from cloudckpt.plan.rename import Rules
 from cloudckpt.plan.rewrite import Rewrite
@@ -37,7 +39,9 @@ class Kind:
     make_fetch: MakeFetch = fetch_chunks
 
 
-KINDS: dict[str, Kind] = {}
+KINDS: dict[str, Kind] = {
+    "hf": Kind(open_hf, hf_index.SUFFIXES),
+}
 
 
 @dataclass(frozen=True)

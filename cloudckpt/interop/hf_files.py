@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
-from cloudckpt.config import Config
 from cloudckpt.errors import FormatError, NoBucketError, NotFoundError
 from cloudckpt.format.document import MAX_BYTES, MAX_DIMS
-from cloudckpt.interop.foreign import Foreign, ForeignArray, describe
+from cloudckpt.interop.foreign import Foreign, ForeignArray, Origin, describe
 from cloudckpt.interop.hf_index import (
     SUFFIX,
     Choice,
     check_complete,
     choose,
-    is_index,
     parse_index,
     stray_note,
     unite,
@@ -24,8 +21,6 @@ from cloudckpt.interop.hf_index import (
 )
 from cloudckpt.interop.safetensors_header import MAX_HEADER_BYTES, Header, StoredTensor, read_header
 from cloudckpt.store.base import Store
-from cloudckpt.store.paths import parent
-from cloudckpt.store.resolve import url_text
 from cloudckpt.transfer.pool import run_all
 
 TORCH_DTYPES: Mapping[str, str | None] = MappingProxyType(
@@ -53,47 +48,46 @@ TORCH_DTYPES: Mapping[str, str | None] = MappingProxyType(
 _MAX_INDEX_BYTES = MAX_HEADER_BYTES
 
 
-def split_url(url: str | os.PathLike[str]) -> tuple[str, str | None]:
-    """The folder, and the name of a safetensors file or of an index in it where the URL is of one."""
-    text = url_text(url)
-    return parent(text) if text.endswith(SUFFIX) or is_index(text) else (text, None)
+def open_hf(origin: Origin) -> Foreign:
+    """The state in the files there: a flat dict of tensors, in the order in which they lie in the files.
 
-
-def open_hf(store: Store, config: Config, name: str | None = None) -> Foreign:
-    """The state in the files at the root of ``store``: a flat dict of tensors, in the order in which they lie there.
-
-    ``name``: of the one file, or of the index, that counts. Without it the root is listed, and `choose` has the rules.
-    Each file takes one request, or two where its header is very long, and with ``name`` one more for its size.
+    Where the origin is one file, that is the safetensors file or the index that counts. Else the store is listed, and
+    `choose` has the rules. Each file takes one request, or two where its header is very long, and one more for its size
+    where nothing was listed.
 
     Raises NotFoundError where there is no model, FormatError for damaged files and for an index that names what is not
     there, with all of that.
     """
+    store, url = origin.store, origin.store.url
     sizes: dict[str, int] = {}
-    if name is None:
+    if origin.name is None:
         sizes = {found.key: found.nbytes for found in store.list("") if "/" not in found.key}
-        choice = choose(sizes, store.url)
+        choice = choose(sizes, url)
     else:
-        choice = Choice(name) if is_index(name) else Choice(None, (name,))
+        choice = Choice(None, (origin.name,)) if origin.name.endswith(SUFFIX) else Choice(origin.name)
     notes = choice.notes
     if choice.index is None:
         files = choice.files
-        headers = _read_headers(store, files, sizes, config)
+        headers = _read_headers(origin, files, sizes)
         if absent := [file for file in files if file not in headers]:
-            raise NotFoundError(f"no {', '.join(absent)} in {store.url}")
-        weight_map = unite(_names(headers), store.url)
+            raise NotFoundError(f"no {', '.join(absent)} in {url}")
+        weight_map = unite(_names(headers), url)
     else:
-        where = f"{store.url}/{choice.index}"
+        where = f"{url}/{choice.index}"
         weight_map = parse_index(_read_index(store, choice.index, sizes), where)
         files = tuple(sorted(set(weight_map.values())))
-        headers = _read_headers(store, files, sizes, config)
+        headers = _read_headers(origin, files, sizes)
         check_complete(weight_map, files, _names(headers), where)
         notes += unlisted_note(weight_map, _names(headers), where)
-    notes += stray_note(sizes, files, store.url)
+    notes += stray_note(sizes, files, url)
+    objects = [(file, headers[file].file_nbytes) for file in files]
     found = [
-        (file, tensor) for file in files for tensor in headers[file].tensors if weight_map.get(tensor.name) == file
+        (number, tensor)
+        for number, file in enumerate(files)
+        for tensor in headers[file].tensors
+        if weight_map.get(tensor.name) == file
     ]
-    arrays = _arrays(found, {file: number for number, file in enumerate(files)}, store.url)
-    return Foreign(describe([(file, headers[file].file_nbytes) for file in files], arrays), notes=notes)
+    return Foreign(describe(objects, _arrays(found, files, url), metadata=_metadata(headers)), notes=notes)
 
 
 def _names(headers: Mapping[str, Header]) -> dict[str, list[str]]:
@@ -107,8 +101,9 @@ def _read_index(store: Store, index: str, sizes: Mapping[str, int]) -> bytes:
     return store.get(index)
 
 
-def _read_headers(store: Store, files: Sequence[str], sizes: Mapping[str, int], config: Config) -> dict[str, Header]:
+def _read_headers(origin: Origin, files: Sequence[str], sizes: Mapping[str, int]) -> dict[str, Header]:
     """Those of all files that are there. ``sizes``: what is known of them."""
+    store = origin.store
     found: dict[str, Header] = {}
 
     def read(file: str) -> None:
@@ -118,15 +113,21 @@ def _read_headers(store: Store, files: Sequence[str], sizes: Mapping[str, int], 
         except NoBucketError:
             raise
         except NotFoundError:
-            return  # whoever wants it tells which are missing, all at once
+            return  # the caller tells which are missing, all at once
 
     tasks: list[Callable[[], None]] = [partial(read, file) for file in files]
-    run_all(tasks, num_threads=config.num_threads)
+    run_all(tasks, num_threads=origin.config.num_threads)
     return {file: found[file] for file in files if file in found}
 
 
-def _arrays(found: Sequence[tuple[str, StoredTensor]], numbers: Mapping[str, int], url: str) -> list[ForeignArray]:
-    faults = [f"  {tensor.name!r} in {file}: {fault}" for file, tensor in found if (fault := _fault(tensor))]
+def _metadata(headers: Mapping[str, Header]) -> dict[str, dict[str, str]]:
+    """What all files have in ``__metadata__``."""
+    shared = [set(header.metadata.items()) for header in headers.values()]
+    return {"safetensors": dict(sorted(set.intersection(*shared)))} if shared else {}
+
+
+def _arrays(found: Sequence[tuple[int, StoredTensor]], files: Sequence[str], url: str) -> list[ForeignArray]:
+    faults = [f"  {tensor.name!r} in {files[number]}: {fault}" for number, tensor in found if (fault := _fault(tensor))]
     if faults:
         raise FormatError("\n".join([f"{url} holds tensors that torch cannot have:", *faults]))
     return [
@@ -134,10 +135,10 @@ def _arrays(found: Sequence[tuple[str, StoredTensor]], numbers: Mapping[str, int
             name=tensor.name,
             dtype=TORCH_DTYPES[tensor.dtype] or "",
             shape=_shape(tensor),
-            object=numbers[file],
+            object=number,
             byte_offset=tensor.byte_offset,
         )
-        for file, tensor in found
+        for number, tensor in found
     ]
 
 

@@ -12,6 +12,9 @@ from cloudckpt.errors import FormatError, InvalidStateError, NotFoundError
 from cloudckpt.format.keys import MANIFEST, check_key
 
 SUFFIX = ".safetensors"
+SUFFIXES = (SUFFIX, ".json")
+"""Of URLs that name a file, or an index, and not the folder that they are in."""
+
 _INDEX = re.compile(r".*\.safetensors\.index(\.[^.]+)?\.json", re.DOTALL)
 _SHARD = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})\.safetensors", re.DOTALL)
 _PICKLE = re.compile(r".*\.(bin|pt|pth|ckpt)", re.DOTALL)
@@ -33,10 +36,6 @@ class Choice:
     notes: tuple[str, ...] = ()
 
 
-def is_index(name: str) -> bool:
-    return _INDEX.fullmatch(name) is not None
-
-
 def choose(names: Collection[str], where: str) -> Choice:
     """What of the objects of a folder, by their names, is the model.
 
@@ -47,7 +46,7 @@ def choose(names: Collection[str], where: str) -> Choice:
     numbered files are missing.
     """
     files = sorted(name for name in names if name.endswith(SUFFIX))
-    indexes = sorted(filter(is_index, names))
+    indexes = sorted(filter(_INDEX.fullmatch, names))
     chosen = next((name for name in _PREFERRED if name in names), None)
     if chosen is None and len(indexes) > 1:
         raise InvalidStateError(f"{where} holds several indexes, pass the URL of one: {', '.join(indexes)}")
@@ -55,7 +54,7 @@ def choose(names: Collection[str], where: str) -> Choice:
         chosen = indexes[0]
     if chosen is not None:
         notes = _beside(chosen, indexes, where)
-        return Choice(chosen, notes=notes) if is_index(chosen) else Choice(None, (chosen,), notes)
+        return Choice(chosen, notes=notes) if chosen in indexes else Choice(None, (chosen,), notes)
     if not files:
         raise NotFoundError(f"{where} holds no safetensors files{_hint(names)}")
     if missing := _missing_numbers(files):

@@ -41,7 +41,8 @@ class Rewrite:
 def plan_rewrite(manifest: Manifest, view: View, casts: Mapping[str, str], *, chunk_bytes: int) -> Rewrite:
     """``casts``: dtypes by pattern of dotted paths (``fnmatch``), for float tensors; the first that matches counts.
 
-    Arrays that no rule touches keep their chunks. Raises InvalidStateError for casts that cannot be, or match nothing.
+    Arrays that no rule touches keep their chunks, unless these are but runs of bytes in somebody's file. Raises
+    InvalidStateError for casts that cannot be, or match nothing.
     """
     Changes.of(set(casts.values()), None)  # refuses what is never converted
     numbers: dict[str, int] = {}
@@ -82,8 +83,11 @@ def _source(manifest: Manifest, view: View, node: dict[str, Any]) -> tuple[Virtu
     if number is not None:
         entry, grid = manifest.arrays[number], manifest.grids[number]
         # As it is stored: what is flat stays flat, and its leaf goes on telling the shape.
-        return stored_array(number, entry.dtype, entry.shape), chunk_bounds(grid, np.arange(grid.num_chunks))
-    array = view.array(node)
+        array = stored_array(number, entry.dtype, entry.shape)
+        if manifest.has_checksums:
+            return array, chunk_bounds(grid, np.arange(grid.num_chunks))
+    else:
+        array = view.array(node)
     boxes = [part.box for part in array.parts if part.box.num_elements]
     start = np.array([box.offset for box in boxes], dtype=np.int64).reshape(len(boxes), len(array.shape))
     return array, (start, start + np.array([box.shape for box in boxes], dtype=np.int64).reshape(start.shape))
