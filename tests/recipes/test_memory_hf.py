@@ -17,7 +17,7 @@ import cloudckpt
 from cloudckpt import Piece, ShardedTensor
 from tests.interop.safetensors_files import entry
 from tests.ranks import RankPool
-from tests.recipes.test_memory import ALLOWANCE, MIB, extra_memory
+from tests.recipes.test_memory import MIB, bound, extra_memory
 
 ROWS = 2048
 """Of each tensor; a row is 8 KiB, in bfloat16."""
@@ -81,8 +81,8 @@ def test_small_budget(fresh: RankPool, tmp_path: Path):
     write_file(tmp_path / "m.safetensors", 12)
     save_file({"w": torch.ones(1000)}, tmp_path / "s.safetensors")
     ((loading, importing),) = fresh.run(1, measure, str(tmp_path), 12, cloudckpt.Config(memory_bytes=24 * MIB))
-    assert loading <= 24 * MIB + ALLOWANCE
-    assert importing <= 24 * MIB + ALLOWANCE
+    assert loading <= bound(24 * MIB)
+    assert importing <= bound(24 * MIB)
 
 
 @pytest.mark.long
