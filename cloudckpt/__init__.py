@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cloudckpt._flights import RunStatus, SaveInFlight
     from cloudckpt._import import import_from
     from cloudckpt._load import LoadReport, load
+    from cloudckpt._load_hf import load_hf
     from cloudckpt._migrate import migrate
     from cloudckpt._read import read
     from cloudckpt._save import save
@@ -81,6 +82,7 @@ _HOMES = {
     "global_layer_names": "cloudckpt.plan.names",
     "import_from": "cloudckpt._import",
     "load": "cloudckpt._load",
+    "load_hf": "cloudckpt._load_hf",
     "merge_parts": "cloudckpt.plan.names",
     "migrate": "cloudckpt._migrate",
     "migration": "cloudckpt.plan.migrations",
@@ -129,6 +131,7 @@ __all__ = [
     "global_layer_names",
     "import_from",
     "load",
+    "load_hf",
     "merge_parts",
     "migrate",
     "migration",

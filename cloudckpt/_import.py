@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cloudckpt._rewrite import MakeFetch, Place, Rewriting, array_plan, casts_of, fetch_chunks, rewrite
 from cloudckpt._write import Commit
-from cloudckpt.config import Config
+from cloudckpt.config import MIB, Config
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format import values
 from cloudckpt.format.keys import step_dir
+from cloudckpt.interop import hf_index
 from cloudckpt.interop.foreign import Foreign, Origin, file_in
+from cloudckpt.interop.hf_files import open_hf
 from cloudckpt.plan.migrations import check_version
 from cloudckpt.plan.rename import Rules
 from cloudckpt.plan.rewrite import Rewrite
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 Layout = Literal["packed", "zarr"]
 
+DEFAULT_MEMORY_BYTES = 256 * MIB
+"""Half of what a save or load may hold: an import often runs beside something else, and is not faster with more."""
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -37,7 +42,9 @@ class Kind:
     make_fetch: MakeFetch = fetch_chunks
 
 
-KINDS: dict[str, Kind] = {}
+KINDS: dict[str, Kind] = {
+    "hf": Kind(open_hf, hf_index.SUFFIXES),
+}
 
 
 @dataclass(frozen=True)
@@ -102,12 +109,13 @@ def import_from(
     "zarr" for a zarr array or group. Names and nesting are those of the source unless ``rename`` says otherwise (as for
     `load`). ``cast``: a dtype for all float tensors, or dtypes by pattern (``fnmatch``). ``allow_pickle``: take over
     values that are not plain as pickles, which means to execute what the source says; without it nothing is executed.
-    All ranks write a part, and hold at most ``Config.memory_bytes``, whatever the size of the tensors.
+    All ranks write a part, and hold at most ``Config.memory_bytes``, without a config 256 MiB, whatever the size of the
+    tensors.
 
     What the source lacks or has wrong is found before anything is written: FormatError, NotFoundError. Raises
     AlreadyCommittedError, InvalidStateError and StoreError as `save` does.
     """
-    config = config or Config()
+    config = config or Config(memory_bytes=DEFAULT_MEMORY_BYTES)
     about = _About(step, layout, compression, metadata, model_version)
     about.check()
     if kind not in KINDS:

@@ -11,7 +11,6 @@ import numpy as np
 
 from cloudckpt import catalog
 from cloudckpt.config import Config
-from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.manifest import Manifest, decode_manifest
 from cloudckpt.plan.changes import Cast, Resizes
 from cloudckpt.plan.exchange import ROUND_BYTES
@@ -28,6 +27,7 @@ from cloudckpt.pytorch.group import Group, make_group
 from cloudckpt.pytorch.ranks import Ranks
 from cloudckpt.pytorch.sharing import ExchangeMode, Groups, Prepared, Scope, Shared, share
 from cloudckpt.pytorch.targets import ChunkPlaces
+from cloudckpt.pytorch.ties import check_twins
 from cloudckpt.pytorch.wishes import NOTHING_SHARED, Verdict, judge, pack_bits, unpack_bits
 from cloudckpt.store.base import Store
 from cloudckpt.store.closing import counted_and_closed
@@ -79,10 +79,12 @@ class Finder(Generic[K]):
     """How a stored state is found: ``read`` on the coordinator only, ``describe`` of what it gave on every rank.
 
     ``describe`` returns the manifest, and arrays that its tree names though it has only what they are made of.
+    ``check`` raises InvalidStateError for targets that cannot be filled from there.
     """
 
     read: Callable[[Store], K]
     describe: Callable[[K, str], tuple[Manifest, Mapping[str, VirtualArray]]]
+    check: Callable[[Any], None] = check_root
 
 
 CHECKPOINT = Finder(catalog.read_manifest_bytes, lambda data, url: (decode_manifest(data, url), {}))
@@ -183,9 +185,9 @@ def run_load(
     config, opened = call.config, list[Store]()
 
     def begin() -> tuple[_Source, None]:
-        _check_options(call.exchange, call.exchange_scope)
+        call.check()
         describer = Describer(call.rules, ranks.rank, ranks.size)
-        check_root(call.state)
+        finder.check(call.state)
         opened.append(resolve(url, storage_options, config))
         return _Source(opened[0], describer), None
 
@@ -210,7 +212,13 @@ def run_load(
                     made=made,
                 ),
                 lambda own, wishes: judge(
-                    wishes, own.stored, source.store.url, strict=call.strict, rules=call.rules, resize=call.resize
+                    wishes,
+                    own.stored,
+                    source.store.url,
+                    strict=call.strict,
+                    rules=call.rules,
+                    resize=call.resize,
+                    check_twins=lambda twins: check_twins(source.store, manifest, twins),
                 ),
             )
         assert compared.prepared is not None, "judge() raises where it is"
@@ -232,13 +240,6 @@ def run_load(
             return ranks.round(finish, lambda _: report, is_last=True)
         finish()
         return report
-
-
-def _check_options(exchange: str, scope: str) -> None:
-    if exchange not in ("auto", "none", "broadcast", "alltoall"):
-        raise InvalidStateError(f"exchange must be 'auto', 'none', 'broadcast' or 'alltoall', not {exchange!r}")
-    if scope not in ("world", "node"):
-        raise InvalidStateError(f"exchange_scope must be 'world' or 'node', not {scope!r}")
 
 
 def _round(ranks: Group, part: Callable[[], tuple[K, T]], combine: Callable[[K, Sequence[T]], R]) -> tuple[K, R]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -12,7 +13,7 @@ import numpy as np
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.array_names import array_names
 from cloudckpt.format.dtypes import dtype
-from cloudckpt.format.grid import Ints
+from cloudckpt.format.grid import Grid, Ints
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.tree import Node, array_leaves, map_arrays, path_text, tree_keys
 from cloudckpt.plan.changes import Changes
@@ -38,10 +39,14 @@ class Rewrite:
     tree: Node
 
 
-def plan_rewrite(manifest: Manifest, view: View, casts: Mapping[str, str], *, chunk_bytes: int) -> Rewrite:
+def plan_rewrite(
+    manifest: Manifest, view: View, casts: Mapping[str, str], *, chunk_bytes: int, window_bytes: int
+) -> Rewrite:
     """``casts``: dtypes by pattern of dotted paths (``fnmatch``), for float tensors; the first that matches counts.
 
-    Arrays that no rule touches keep their chunks. Raises InvalidStateError for casts that cannot be, or match nothing.
+    Arrays that no rule touches keep their chunks. Where those are but runs of bytes in somebody's file, chunks are cut
+    anew, so that a window of ``window_bytes`` over them is one run, too, and nothing is read for two windows. Raises
+    InvalidStateError for casts that cannot be, or match nothing.
     """
     Changes.of(set(casts.values()), None)  # refuses what is never converted
     numbers: dict[str, int] = {}
@@ -53,7 +58,7 @@ def plan_rewrite(manifest: Manifest, view: View, casts: Mapping[str, str], *, ch
         if node["array"] in numbers:
             continue
         numbers[node["array"]] = len(numbers)
-        array, bounds = _source(manifest, view, node)
+        array, bounds = _source(manifest, view, node, window_bytes)
         kind = array.dtype
         pattern = _pattern_of(path_text(path), casts)
         if pattern is not None and node["$"] == "tensor" and _is_float(kind):
@@ -76,17 +81,36 @@ def plan_rewrite(manifest: Manifest, view: View, casts: Mapping[str, str], *, ch
     )
 
 
-def _source(manifest: Manifest, view: View, node: dict[str, Any]) -> tuple[VirtualArray, tuple[Ints, Ints]]:
+def _source(
+    manifest: Manifest, view: View, node: dict[str, Any], window_bytes: int
+) -> tuple[VirtualArray, tuple[Ints, Ints]]:
     """What an array is made of, and ``(start, end)`` of the boxes whose edges its chunks are to have."""
     number = manifest.array_index.get(node["array"])
     if number is not None:
         entry, grid = manifest.arrays[number], manifest.grids[number]
         # As it is stored: what is flat stays flat, and its leaf goes on telling the shape.
-        return stored_array(number, entry.dtype, entry.shape), chunk_bounds(grid, np.arange(grid.num_chunks))
+        array = stored_array(number, entry.dtype, entry.shape)
+        if not manifest.has_checksums:
+            grid = _bands(entry.shape, max(1, window_bytes // dtype(entry.dtype).itemsize))
+        return array, chunk_bounds(grid, np.arange(grid.num_chunks))
     array = view.array(node)
     boxes = [part.box for part in array.parts if part.box.num_elements]
     start = np.array([box.offset for box in boxes], dtype=np.int64).reshape(len(boxes), len(array.shape))
     return array, (start, start + np.array([box.shape for box in boxes], dtype=np.int64).reshape(start.shape))
+
+
+def _bands(shape: tuple[int, ...], max_elements: int) -> Grid:
+    """As few boxes as hold so many elements each, one after another in C order, and equally thick if that can be."""
+    if 0 in shape:
+        return Grid(shape, tuple(max(1, extent) for extent in shape))
+    inner = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    dim = next((d for d, size in enumerate(inner) if size <= max_elements), 0)
+    cuts = [1 if d < dim else extent for d, extent in enumerate(shape)]
+    if shape:
+        few = -(-shape[dim] // max(1, max_elements // inner[dim]))
+        count = next((n for n in range(few, min(2 * few, shape[dim]) + 1) if shape[dim] % n == 0), few)
+        cuts[dim] = -(-shape[dim] // count)
+    return Grid(shape, tuple(cuts))
 
 
 def _pattern_of(text: str, casts: Mapping[str, str]) -> str | None:

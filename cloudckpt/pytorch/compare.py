@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cloudckpt.config import Config
+from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.tree import TreePath, leaves
 from cloudckpt.plan.changes import Cast, Changes, Resizes
@@ -29,7 +30,7 @@ from cloudckpt.pytorch.wishes import Wish, pack_bits
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadCall:
-    """What load() was called with."""
+    """What load() was called with. ``ties``: as for `match_state`."""
 
     state: Any
     url: str
@@ -45,6 +46,16 @@ class LoadCall:
     allow_pickle: bool
     progress: Progress
     config: Config
+    ties: bool = False
+
+    def check(self) -> None:
+        """Raises InvalidStateError for options that there are not."""
+        if self.exchange not in ("auto", "none", "broadcast", "alltoall"):
+            raise InvalidStateError(
+                f"exchange must be 'auto', 'none', 'broadcast' or 'alltoall', not {self.exchange!r}"
+            )
+        if self.exchange_scope not in ("world", "node"):
+            raise InvalidStateError(f"exchange_scope must be 'world' or 'node', not {self.exchange_scope!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +97,7 @@ def compare(
         allow_pickle=call.allow_pickle,
         describer=describer,
         view=view,
+        ties=call.ties,
     )
     prepared, sharing = None, None
     if match.problems.is_readable:
@@ -114,6 +126,7 @@ def compare(
         resized=match.resized,
         sharing=sharing,
         declared=match.declared,
+        twins=match.twins,
     )
     migrated = [stored_version, *(step.to_version for step in migrations)] if migrations else []
     return Compared(match, stored, migrated, prepared), wish

@@ -39,9 +39,9 @@ from cloudckpt.pytorch.module_names import load_object, object_state
 from cloudckpt.pytorch.optimizers import complete_state, convention_differences, group_differences
 from cloudckpt.pytorch.per_rank import PerRank, decode_inline, decode_rank_value
 from cloudckpt.pytorch.sharded import ShardedTensor
-from cloudckpt.pytorch.shards import LocalShard
 from cloudckpt.pytorch.stateful import is_stateful
 from cloudckpt.pytorch.subclass import is_made_of_tensors, kind_text, stored_parts, tensor_parts
+from cloudckpt.pytorch.ties import split_twins, tied
 from cloudckpt.pytorch.training import TrainingState, Within
 
 
@@ -54,35 +54,29 @@ def match_state(
     allow_pickle: bool,
     describer: Describer,
     view: View | None = None,
+    ties: bool = False,
 ) -> Match:
     """Walk both trees. Differences are collected, not raised; InvalidStateError is for unusable targets.
 
     ``view``: the stored state under the names that the target has (without it, its own), and what may be changed.
+    ``ties``: a target that is not stored is not missing either where its memory is that of one that is.
     """
     view = view or renamed(manifest, None)
     matcher = _Matcher(view, rank, world_size, allow_pickle, describer)
     finish = matcher.walk(state, view.tree, (), ())
+    match = matcher.match
+    if ties:
+        forgiven = tied(matcher.lacking, matcher.leaves.found)
+        match.problems.missing = [text for text in match.problems.missing if text not in forgiven]
 
     def fill_and_finish() -> Any:
         for fill in matcher.leaves.fills:
             fill()
         return finish()
 
-    matcher.match.finish = fill_and_finish
-    _check_shared_memory(manifest, matcher.match.wants)
-    return matcher.match
-
-
-def _check_shared_memory(manifest: Manifest, wants: list[tuple[int, LocalShard]]) -> None:
-    """Tied targets can only be filled from tensors that are equal in the checkpoint, too."""
-    seen: dict[Any, tuple[int, LocalShard]] = {}
-    for number, shard in wants:
-        first, other = seen.setdefault(shard.identity, (number, shard))
-        if first != number and not manifest.same_bytes(first, number):
-            raise InvalidStateError(
-                f"{other.text!r} and {shard.text!r} are the same memory in the target, but are stored as two tensors "
-                "that differ: untie them, or load one of them only"
-            )
+    match.finish = fill_and_finish
+    match.wants, match.twins = split_twins(manifest, match.wants)
+    return match
 
 
 class _Matcher:
@@ -95,6 +89,7 @@ class _Matcher:
         self.match = Match()
         self.leaves = LeafMatcher(view, describer, self.match)
         self.around: list[Within] = []
+        self.lacking: list[tuple[str, torch.Tensor | ShardedTensor]] = []
 
     def walk(self, target: Any, node: Node, path: TreePath, keys: values.Path) -> Finish:
         if isinstance(target, PerRank):
@@ -284,6 +279,7 @@ class _Matcher:
         else:
             if isinstance(target, (torch.Tensor, ShardedTensor)):
                 self.describer.note(keys)
+                self.lacking.append((path_text(path), target))
             self.match.problems.missing.append(path_text(path))
 
 

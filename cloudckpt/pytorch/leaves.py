@@ -26,13 +26,17 @@ from cloudckpt.pytorch.views import stored_wants
 
 
 class LeafMatcher:
-    """Notes in ``match`` what the leaves ask for. ``fills``: of what no stored tensor has, once all is read."""
+    """Notes in ``match`` what the leaves ask for. ``fills``: of what no stored tensor has, once all is read.
+
+    ``found``: the tensors that something is stored for.
+    """
 
     def __init__(self, view: View, describer: Describer, match: Match) -> None:
         self._view = view
         self._describer = describer
         self._match = match
         self.fills: list[Callable[[], None]] = []
+        self.found: list[torch.Tensor | ShardedTensor] = []
 
     def tensor(
         self,
@@ -54,6 +58,7 @@ class LeafMatcher:
             keys = around.cut_like(keys, target)
         # Where the extents may differ, a rule must follow those of the target.
         global_shape = array.shape if self._view.changes.resize(text) is None else None
+        self.found.append(target)
         shard = self._describer.shard(target, keys, text, global_shape=global_shape, recorded=node.get("layout"))
         check_writable(shard, target.local if isinstance(target, ShardedTensor) else target)
         self._fill(text, array, [shard], shard.shape)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cloudckpt.format.tree import Node, TreePath, is_array, leaves, path_text
 from cloudckpt.pytorch.shards import LocalShard
 from cloudckpt.pytorch.subclass import kind_text, stored_parts
+from cloudckpt.pytorch.ties import Twins
 
 Finish = Callable[[], Any]
 """Puts plain values in place below; returns what now stands here."""
@@ -38,7 +39,7 @@ class Match:
     ``asked``: the leaves of the (renamed) stored tree that the target has a place for. ``cast`` and
     ``resized``: ``(stored, target)`` dtypes and shapes, by dotted path, where they differ and may;
     ``patterns``: those of ``resize`` that name something in the target. ``meshes``: of the DTensors in it.
-    ``declared``: see `TrainingState.declared`.
+    ``declared``: see `TrainingState.declared`. ``twins``: of what is wanted for memory that is filled already.
     """
 
     wants: list[tuple[int, LocalShard]] = field(default_factory=list)
@@ -49,6 +50,7 @@ class Match:
     declared: dict[str, bool] = field(default_factory=dict)
     problems: Problems = field(default_factory=Problems)
     meshes: set[DeviceMesh] = field(default_factory=set)
+    twins: list[Twins] = field(default_factory=list)
     finish: Finish = lambda: None
     has_objects: bool = False
     """Whether ``finish`` calls code of the caller's (``load_state_dict``, containers), which may fail."""

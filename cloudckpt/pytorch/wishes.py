@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from cloudckpt.plan.names import check_found
 from cloudckpt.plan.rules import ShardingRules, check_all_matched
 from cloudckpt.pytorch.links import NamedSet
 from cloudckpt.pytorch.match import Problems
+from cloudckpt.pytorch.ties import Twins
 
 NOTHING_SHARED = "no chunk is wanted twice"
 
@@ -45,7 +46,7 @@ class Wish:
 
     ``arguments``: what all ranks must have called the function with. ``matched``: numbers of sharding rules.
     ``patterns``: of ``resize`` that name something. ``cast``, ``resized``: as in the report.
-    ``sharing``: None if the rank reads by itself. ``declared``: as in `Match`.
+    ``sharing``: None if the rank reads by itself. ``declared``, ``twins``: as in `Match`.
     """
 
     asked: bytes
@@ -58,6 +59,7 @@ class Wish:
     resized: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     sharing: Sharing | None
     declared: Mapping[str, bool] = field(default_factory=dict)
+    twins: Sequence[Twins] = ()
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,12 @@ def judge(
     strict: bool,
     rules: ShardingRules | None,
     resize: Resizes | None,
+    check_twins: Callable[[Iterable[Twins]], None],
 ) -> Verdict:
-    """On the coordinator: all ranks' differences at once. Raises MismatchError, or InvalidStateError for the call."""
+    """On the coordinator: all ranks' differences at once. Raises MismatchError, or InvalidStateError for the call.
+
+    ``check_twins``: reads what two arrays hold that are for one memory; it raises InvalidStateError if they differ.
+    """
     for rank, wish in enumerate(wishes):
         for (name, first), (_, own) in zip(wishes[0].arguments, wish.arguments, strict=True):
             if first != own:
@@ -119,6 +125,7 @@ def judge(
     problems.missing = list(dict.fromkeys(problems.missing))
     unexpected = [path_text(path) for path, was_asked in zip(stored, asked, strict=True) if not was_asked]
     if problems.is_readable and (not strict or not (problems.missing or unexpected)):
+        check_twins(pair for wish in wishes for pair in wish.twins)
         has_objects = any(wish.has_objects for wish in wishes)
         agreement, reason = _agree([wish.sharing for wish in wishes])
         cast = {path: dtypes for wish in wishes for path, dtypes in wish.cast.items()}

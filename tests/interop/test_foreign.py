@@ -18,6 +18,8 @@ from cloudckpt._import import Kind
 from cloudckpt.config import Config
 from cloudckpt.format.box import Box
 from cloudckpt.interop.foreign import ArrayRef, Foreign, ForeignArray, Origin, describe, file_in
+from cloudckpt.plan.rewrite import plan_rewrite
+from cloudckpt.plan.view import renamed
 from cloudckpt.plan.virtual import Part, Stored, VirtualArray
 from tests.ranks import RankPool
 
@@ -87,3 +89,23 @@ def test_import(ranks: RankPool, tmp_path: Path, num_ranks: int):
     for name, tensor in state["all"].items():
         assert tensor.dtype == tensors[name].dtype
         assert torch.equal(tensor, tensors[name])
+
+
+@given(st.lists(st.integers(0, 40), max_size=4).map(tuple), st.integers(1, 500), st.integers(1, 64))
+def test_an_import_cuts_chunks_anew_in_bands_that_are_runs_of_bytes(
+    shape: tuple[int, ...], window: int, chunk_bytes: int
+):
+    """However the file was described: each chunk lies in one band, and a band is at most a window."""
+    manifest = describe([("a", 10**7)], [ForeignArray("x", "int16", shape, 0, 0)], chunk_bytes=64)
+    view = renamed(manifest, None)
+    (grid,) = plan_rewrite(manifest, view, {}, chunk_bytes=chunk_bytes, window_bytes=2 * window).chunks.grids
+    values = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
+    if not values.size or len(shape) == 0:
+        return
+    inner = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    dim = next((d for d, size in enumerate(inner) if size <= window), len(shape) - 1)
+    edges = set(grid.edges[dim].tolist())
+    rows = max(1, window // inner[dim])
+    # Some multiples of a thickness that fits the window are edges of the grid, and all dims before are cut to 1.
+    assert any(set(range(0, shape[dim], thick)) <= edges for thick in range(1, rows + 1))
+    assert all(len(grid.edges[d]) == shape[d] + 1 for d in range(dim))
