@@ -69,11 +69,11 @@ def match_state(
         return finish()
 
     matcher.match.finish = fill_and_finish
-    _check_shared_memory(manifest, matcher.match.wants)
+    check_shared_memory(manifest, matcher.match.wants)
     return matcher.match
 
 
-def _check_shared_memory(manifest: Manifest, wants: list[tuple[int, LocalShard]]) -> None:
+def check_shared_memory(manifest: Manifest, wants: list[tuple[int, LocalShard]]) -> None:
     """Tied targets can only be filled from tensors that are equal in the checkpoint, too."""
     seen: dict[Any, tuple[int, LocalShard]] = {}
     for number, shard in wants:
