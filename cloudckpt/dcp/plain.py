@@ -26,9 +26,10 @@ from cloudckpt.transfer.job import ArrayPlan
 
 
 class PlainItems:
-    """The values of one rank. ``nodes``: by DCP's key; ``raw``: keys of bytes in a planner's own form; ``streams``: of BytesIO.
+    """The values of one rank. ``nodes``: by DCP's key.
 
-    ``shards``: what stands in them of tensors and numpy arrays, which no plan of all ranks knows of.
+    ``raw``: keys of bytes in a planner's own form; ``streams``: of BytesIO. ``shards``: what stands in the values of
+    tensors and numpy arrays, which no plan of all ranks knows of.
     """
 
     def __init__(self, planner: SavePlanner, allow_pickle: bool) -> None:

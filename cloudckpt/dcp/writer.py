@@ -59,8 +59,9 @@ class StorageWriter(TorchStorageWriter):
 
     ``allow_pickle``: values that are no plain data are pickled; without, they are an InvalidStateError.
 
-    ``commit``: after a save, on the coordinator, what it has written; None on other ranks. ``save_id``: the attempt. An error on any rank is in
-    the ``CheckpointException`` that torch raises on all of them; nothing is committed then.
+    ``commit``: after a save, on the coordinator, what it has written; None on other ranks. ``save_id``: there, the
+    attempt. An error on any rank is in the ``CheckpointException`` that torch raises on all of them; nothing is
+    committed then.
 
     One object is for one save at a time, and can be used again. All ranks must make theirs alike.
     """
