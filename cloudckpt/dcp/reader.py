@@ -39,7 +39,7 @@ from cloudckpt.plan.rename import Rules
 from cloudckpt.plan.view import View, renamed
 from cloudckpt.progress import Progress
 from cloudckpt.pytorch.fill import check_shared_memory
-from cloudckpt.pytorch.group import Alone, Group, make_group, members
+from cloudckpt.pytorch.group import Alone, Group, make_group, members, round_number
 from cloudckpt.pytorch.match import Match
 from cloudckpt.pytorch.ranks import Ranks
 from cloudckpt.pytorch.shards import torch_dtype
@@ -54,21 +54,29 @@ from cloudckpt.transfer.download import effective_read_bytes
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+START_S = 60.0
+"""How long a rank may take from DCP's planning to its reading."""
+
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank tells the coordinator in its plan. ``rank``, ``size``: in the group that it could exchange with."""
+    """What a rank tells the coordinator in its plan.
+
+    ``rank``, ``size``: in the group that it could exchange with; ``round_number``: of that, see `Ranks.skip_to`.
+    """
 
     commit_id: str
-    rank: int
-    size: int
+    rank: int = 0
+    size: int = 1
+    round_number: int = 0
 
 
 @dataclass(frozen=True)
 class _Decision:
-    """What the coordinator tells every rank in its plan."""
+    """What the coordinator tells every rank in its plan. ``round_number``: the highest of all ranks."""
 
     exchange: bool
+    round_number: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,10 +187,12 @@ class StorageReader(TorchStorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         assert self._source is not None
-        rank, size = 0, 1
-        if self._exchange != "none" and (group := members(self._group)) is not None:
-            rank, size = dist.get_rank(group), dist.get_world_size(group)
-        return replace(plan, storage_data=_Offer(self._source.manifest.document.commit_id, rank, size))
+        commit_id = self._source.manifest.document.commit_id
+        group = None if self._exchange == "none" else members(self._group)
+        if group is None:
+            return replace(plan, storage_data=_Offer(commit_id))
+        offer = _Offer(commit_id, dist.get_rank(group), dist.get_world_size(group), round_number(group))
+        return replace(plan, storage_data=offer)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """On the coordinator. Chunks are passed on where all ranks of the group, and no others, take part."""
@@ -191,7 +201,10 @@ class StorageReader(TorchStorageReader):
             raise StoreError("the checkpoint was replaced while the ranks began to load it: load it again")
         sizes = {offer.size for offer in offers}
         everybody = sorted(offer.rank for offer in offers) == list(range(len(plans)))
-        self._decision = _Decision(len(plans) > 1 and sizes == {len(plans)} and everybody)
+        self._decision = _Decision(
+            exchange=len(plans) > 1 and sizes == {len(plans)} and everybody,
+            round_number=max((offer.round_number for offer in offers), default=0),
+        )
         return [replace(plan, storage_data=self._decision) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -214,6 +227,8 @@ class StorageReader(TorchStorageReader):
             recorder.step = source.manifest.document.step
             with recorder.stage("compare"):
                 agreement, reason = ranks.round(compare, agree)
+            if isinstance(ranks, Ranks):
+                ranks.timeout_s = self._config.rank_timeout_s
             filling, prepared = kept[0]
             self.report = self._fill(source, ranks, opened[0], prepared, agreement, reason, recorder)
             with recorder.stage("finish"):
@@ -233,7 +248,11 @@ class StorageReader(TorchStorageReader):
                 "the plan has lost its storage_data, with which storage tells the ranks whether to pass chunks on: "
                 'finish_plan() of a planner must keep it, or pass exchange="none" to StorageReader on all ranks'
             )
-        return make_group(self._group, self._config.rank_timeout_s)
+        # DCP has just had all ranks meet. One that is not here soon has failed, and tells DCP, not us.
+        ranks = make_group(self._group, min(START_S, self._config.rank_timeout_s))
+        assert isinstance(ranks, Ranks)
+        ranks.skip_to(decision.round_number)
+        return ranks
 
     def _prepare(self, source: _Source, plan: LoadPlan, planner: LoadPlanner, ranks: Group) -> tuple[Filling, Prepared]:
         filling = Filling(
