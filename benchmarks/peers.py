@@ -64,6 +64,24 @@ class Cloudckpt:
         return asdict(cloudckpt.load(state, place.url, storage_options=place.storage_options))
 
 
+class DcpCloudckpt:
+    """torch's own functions, with cloudckpt as their storage."""
+
+    def save(self, state: State, place: Place) -> Told:
+        from cloudckpt.dcp import StorageWriter
+
+        dcp.save(state, storage_writer=StorageWriter(place.url, storage_options=place.storage_options))
+        return {}
+
+    def load(self, state: State, place: Place) -> Told:
+        from cloudckpt.dcp import StorageReader
+
+        reader = StorageReader(place.url, storage_options=place.storage_options)
+        dcp.load(state, storage_reader=reader)
+        assert reader.report is not None
+        return asdict(reader.report)
+
+
 class DcpFsspec:
     def save(self, state: State, place: Place) -> Told:
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
@@ -207,6 +225,7 @@ class Entry:
 PEERS = {
     "raw": Entry(RawEngine(), reshards=False),
     "cloudckpt": Entry(Cloudckpt()),
+    "dcp-cloudckpt": Entry(DcpCloudckpt()),
     "dcp-s3fs": Entry(DcpFsspec()),
     "dcp-s3tc": Entry(DcpS3torchconnector()),
     "cloudckpt-local": Entry(Cloudckpt(), local=True),

@@ -82,10 +82,20 @@ def bars(samples: Sequence[Sample], plans: Sequence[PlanFigures], *, procs: int)
         _most(f"bytes fetched / needed, {whole}", samples, whole, _overfetch, 1.005),
         _most(f"bytes fetched / needed, {half}", samples, half, _overfetch, 1.005),
     ]
+    found += dcp_bars(samples, procs=procs)
     small = next((s.case for s in samples if s.case.endswith("small")), "save small")
     found.append(_most(f"PUT requests, {small} tensors", samples, small, lambda s: s.num_puts, 12))
     found += [Bar(f"{plan.what}, s on one core", plan.seconds, 5.0, at_least=False) for plan in plans if plan.barred]
     return found
+
+
+def dcp_bars(samples: Sequence[Sample], *, procs: int) -> list[Bar]:
+    """torch DCP through this project's storage, against torch DCP with s3fs."""
+    cases = ["save", *(f"load {layout} {procs}->{n}" for layout, n in _loads(procs))]
+    return [
+        _ratio(f"torch DCP, {case}: cloudckpt / s3fs", samples, case, "dcp-cloudckpt", "dcp-s3fs", 2.0)
+        for case in cases
+    ]
 
 
 def warm_bars(figures: WarmFigures) -> list[Bar]:

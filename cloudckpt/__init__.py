@@ -11,7 +11,7 @@ from cloudckpt import (
 )
 
 if TYPE_CHECKING:
-    from cloudckpt import errors
+    from cloudckpt import dcp, errors
     from cloudckpt._async import async_save
     from cloudckpt._copy import CopyReport, copy
     from cloudckpt._flights import RunStatus, SaveInFlight
@@ -77,6 +77,7 @@ _HOMES = {
     "Unstack": "cloudckpt.plan.rename",
     "async_save": "cloudckpt._async",
     "copy": "cloudckpt._copy",
+    "dcp": "cloudckpt.dcp",
     "errors": "cloudckpt.errors",
     "global_expert_names": "cloudckpt.plan.names",
     "global_layer_names": "cloudckpt.plan.names",
@@ -126,6 +127,7 @@ __all__ = [
     "Unstack",
     "async_save",
     "copy",
+    "dcp",
     "errors",
     "global_expert_names",
     "global_layer_names",
@@ -148,7 +150,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'cloudckpt' has no attribute {name!r}")
     module = import_module(home)
-    value = module if name == "errors" else getattr(module, name)
+    value = module if name in ("dcp", "errors") else getattr(module, name)
     globals()[name] = value
     return value
 

@@ -10,30 +10,27 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from cloudckpt import catalog
+from cloudckpt._reading import Reading, ReadResult
 from cloudckpt.config import Config
 from cloudckpt.format.manifest import Manifest, decode_manifest
 from cloudckpt.plan.changes import Cast, Resizes
-from cloudckpt.plan.exchange import ROUND_BYTES
-from cloudckpt.plan.reads import RangeRead
 from cloudckpt.plan.rename import Rules
 from cloudckpt.plan.rules import ShardingRules
 from cloudckpt.plan.virtual import VirtualArray
-from cloudckpt.progress import Progress, start_progress
+from cloudckpt.progress import Progress
 from cloudckpt.pytorch.compare import LoadCall, compare
 from cloudckpt.pytorch.describe import Describer
-from cloudckpt.pytorch.exchange import run_exchange
 from cloudckpt.pytorch.fill import check_root
 from cloudckpt.pytorch.group import Group, make_group
 from cloudckpt.pytorch.ranks import Ranks
-from cloudckpt.pytorch.sharing import ExchangeMode, Groups, Prepared, Scope, Shared, share
-from cloudckpt.pytorch.targets import ChunkPlaces
+from cloudckpt.pytorch.sharing import ExchangeMode, Groups, Prepared, Scope, Shared, check_exchange, share
 from cloudckpt.pytorch.ties import check_twins
-from cloudckpt.pytorch.wishes import NOTHING_SHARED, Verdict, judge, pack_bits, unpack_bits
+from cloudckpt.pytorch.wishes import NOTHING_SHARED, Verdict, judge, unpack_bits
 from cloudckpt.store.base import Store
 from cloudckpt.store.closing import counted_and_closed
 from cloudckpt.store.resolve import resolve, shown_url
-from cloudckpt.telemetry import Recorder, recorded, slowest
-from cloudckpt.transfer.download import Admit, OpenSink, download, effective_read_bytes
+from cloudckpt.telemetry import recorded, slowest
+from cloudckpt.transfer.download import effective_read_bytes
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -96,17 +93,6 @@ class _Source:
 
     store: Store
     describer: Describer
-
-
-@dataclass(frozen=True)
-class _Result:
-    """One rank's part of the reading. ``touched``: a bit for every chunk."""
-
-    touched: bytes
-    bytes_fetched: int
-    bytes_sent: int
-    num_requests: int
-    seconds: dict[str, float]
 
 
 def load(
@@ -185,7 +171,7 @@ def run_load(
     config, opened = call.config, list[Store]()
 
     def begin() -> tuple[_Source, None]:
-        call.check()
+        check_exchange(call.exchange, call.exchange_scope)
         describer = Describer(call.rules, ranks.rank, ranks.size)
         finder.check(call.state)
         opened.append(resolve(url, storage_options, config))
@@ -224,10 +210,10 @@ def run_load(
         assert compared.prepared is not None, "judge() raises where it is"
         with recorder.stage("plan"):
             shared = _share(call, ranks, compared.prepared, verdict)
-        reading = _Reading(call, ranks, source.store, manifest, compared.prepared, shared)
+        reading = Reading(config, call.progress, ranks, source.store, manifest, compared.prepared, shared)
         report = ranks.round(
             lambda: reading.run(recorder),
-            lambda results: _report(manifest, verdict, shared, results),
+            lambda results: report_of(manifest, verdict, shared, results),
             is_last=not verdict.has_objects,
         )
         report = replace(report, migrated=compared.migrated)
@@ -267,73 +253,7 @@ def _share(call: LoadCall, ranks: Group, prepared: Prepared, verdict: Verdict) -
     return share(ranks, prepared, verdict.agreement, call.exchange, call.exchange_scope, buffer_bytes=half)
 
 
-@dataclass(frozen=True, eq=False)
-class _Reading:
-    """How a rank fills its tensors. ``shared``: what it passes on and is passed; None where it reads by itself."""
-
-    call: LoadCall
-    ranks: Group
-    store: Store
-    manifest: Manifest
-    prepared: Prepared
-    shared: Shared | None
-
-    def run(self, recorder: Recorder) -> _Result:
-        before = self.store.counts
-        with recorder.stage("read"):
-            sent = self._fill()
-        counts = self.store.counts
-        touched = np.zeros(self.manifest.document.chunks.count, dtype=bool)
-        touched[self.prepared.alone.parts.chunk] = True
-        fetched = counts.bytes_fetched - before.bytes_fetched
-        return _Result(pack_bits(touched), fetched, sent, counts.requests, recorder.seconds)
-
-    def _fill(self) -> int:
-        """Returns the bytes that were passed on."""
-        config, manifest, targets = self.call.config, self.manifest, self.prepared.targets
-        if self.shared is None:
-            alone = self.prepared.alone
-            places = ChunkPlaces(manifest, targets, alone.parts)
-            self._transfer(alone.reads, places.open_sink, config=config, staged_bytes=places.staged_bytes)
-            return 0
-        # One half of the budget for what is being read, the other for what is being passed on.
-        half = replace(config, memory_bytes=max(1, config.memory_bytes // 2))
-        return run_exchange(
-            manifest,
-            targets,
-            self.shared,
-            lambda it: self._transfer(
-                it.reads, it.open_sink, config=half, admit=it.admit, staged_bytes=it.places.staged_bytes
-            ),
-            # Reads end with their rounds: several a round, so that enough are in flight.
-            read_bytes=min(ROUND_BYTES // 2, effective_read_bytes(half)),
-        )
-
-    def _transfer(
-        self,
-        reads: Sequence[RangeRead],
-        open_sink: OpenSink,
-        *,
-        config: Config,
-        staged_bytes: Callable[[Sequence[int]], int],
-        admit: Admit | None = None,
-    ) -> None:
-        total = sum(read.nbytes for read in reads)
-        with start_progress(self.call.progress, "load", total, show=self.ranks.rank == 0) as advance:
-            download(
-                self.store,
-                self.manifest,
-                reads,
-                open_sink,
-                config=config,
-                cancel=self.ranks.cancel,
-                advance=advance,
-                admit=admit,
-                staged_bytes=staged_bytes,
-            )
-
-
-def _report(manifest: Manifest, verdict: Verdict, shared: Shared | None, results: Sequence[_Result]) -> LoadReport:
+def report_of(manifest: Manifest, verdict: Verdict, shared: Shared | None, results: Sequence[ReadResult]) -> LoadReport:
     """On the coordinator."""
     num_chunks = manifest.document.chunks.count
     touched = np.zeros(num_chunks, dtype=bool)

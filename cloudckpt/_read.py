@@ -56,7 +56,7 @@ def read(
         manifest = checkpoint.manifest
         migrations = migrations_between(manifest.document.model_version, model_version, checkpoint.url)
         view = renamed(manifest, rename, migrations=migrations)
-        made = _Made(view, allow_pickle)
+        made = Made(view, allow_pickle)
         try:
             tree = view.tree if names is None else _select(view.tree, names, checkpoint.url)
             state = values.decode(tree, leaf=made.leaf, allow_pickle=allow_pickle)
@@ -125,7 +125,7 @@ def _emptied(tree: Node) -> Node:
     return _with_children(tree, ()) if children(tree) is not None else None
 
 
-class _Made:
+class Made:
     """Makes the tensors and arrays that a tree refers to, yet to be filled."""
 
     def __init__(self, view: View, allow_pickle: bool) -> None:

@@ -268,7 +268,7 @@ def _write(
         with recorder.stage("commit"), lead.lease.committing():
             catalog.commit(store, manifest, overwrite=options.overwrite)
         num_requests += store.counts.requests - before + (lead.run.counts.requests if lead.run else 0)
-        return replace(commit_of(manifest, store.url, num_requests), seconds=slowest([*spent, recorder.seconds]))
+        return commit_of(manifest, store.url, num_requests, slowest([*spent, recorder.seconds]))
 
     try:
         with recorder.stage("wait"):
@@ -288,7 +288,7 @@ def _write(
     return commit
 
 
-def commit_of(manifest: Manifest, url: str, num_requests: int) -> Commit:
+def commit_of(manifest: Manifest, url: str, num_requests: int, seconds: Mapping[str, float] | None = None) -> Commit:
     document = manifest.document
     return Commit(
         url=url,
@@ -299,6 +299,7 @@ def commit_of(manifest: Manifest, url: str, num_requests: int) -> Commit:
         num_objects=len(document.objects),
         num_requests=num_requests,
         nbytes_new=manifest.nbytes_new,
+        seconds=dict(seconds or {}),
     )
 
 

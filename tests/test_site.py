@@ -105,8 +105,10 @@ def test_no_page_knows_the_machine_that_built_it(site: Path):
 
 
 def test_every_public_name_is_on_one_page_with_its_docstring(site: Path):
-    for name in set(cloudckpt.__all__) - {"errors"}:
-        entry = api_entry(site, f"cloudckpt.{name}", getattr(cloudckpt, name).__doc__)
+    public = {name: getattr(cloudckpt, name) for name in set(cloudckpt.__all__) - {"dcp", "errors"}}
+    public |= {f"dcp.{name}": getattr(cloudckpt.dcp, name) for name in cloudckpt.dcp.__all__}
+    for name, value in public.items():
+        entry = api_entry(site, f"cloudckpt.{name}", value.__doc__)
         assert 'class="doc-signature' in entry, f"{name} has no signature"
 
 

@@ -51,11 +51,16 @@ def array_names(paths: Sequence[tuple[Hashable, ...]]) -> list[str]:
     names = {}
     for path, identity, name in zip(paths, serialised, plain, strict=True):
         if name is None or claims[name.lower()] > 1:
-            name = f"{_stem(path)[:_STEM_BYTES]}-{_digest(identity)}"
+            name = hashed_name(path)
         names[identity] = name
     if len({name.lower() for name in names.values()}) < len(names):
         raise InvalidStateError("two paths of the state have the same digest; rename one of them")
     return [names[identity] for identity in serialised]
+
+
+def hashed_name(path: tuple[Hashable, ...]) -> str:
+    """The name that a path has where another could stand for two of them. Told without knowing the other paths."""
+    return f"{_stem(path)[:_STEM_BYTES]}-{_digest(_serialise(path))}"
 
 
 def _plain_name(path: tuple[Hashable, ...]) -> str | None:

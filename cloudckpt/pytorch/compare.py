@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from cloudckpt.config import Config
-from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.tree import TreePath, leaves
 from cloudckpt.plan.changes import Cast, Changes, Resizes
@@ -47,15 +46,6 @@ class LoadCall:
     progress: Progress
     config: Config
     ties: bool = False
-
-    def check(self) -> None:
-        """Raises InvalidStateError for options that there are not."""
-        if self.exchange not in ("auto", "none", "broadcast", "alltoall"):
-            raise InvalidStateError(
-                f"exchange must be 'auto', 'none', 'broadcast' or 'alltoall', not {self.exchange!r}"
-            )
-        if self.exchange_scope not in ("world", "node"):
-            raise InvalidStateError(f"exchange_scope must be 'world' or 'node', not {self.exchange_scope!r}")
 
 
 @dataclass(frozen=True, eq=False)

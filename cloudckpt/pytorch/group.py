@@ -99,6 +99,11 @@ def make_group(group: dist.ProcessGroup | None, timeout_s: float) -> Group:
     return ranks
 
 
+def round_number(group: dist.ProcessGroup) -> int:
+    """How many rounds this rank has been in with the group, see `Ranks.skip_to`. Not collective."""
+    return _GROUPS[group].round_number if group in _GROUPS else 0
+
+
 def background_ranks(group: dist.ProcessGroup | None, timeout_s: float) -> Group:
     """The same ranks once more, to be used by one other thread at a time. Collective.
 

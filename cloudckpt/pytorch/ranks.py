@@ -111,6 +111,17 @@ class Ranks:
     def kept(self, kind: type[K]) -> K:
         return kept_in(self._kept, kind)
 
+    @property
+    def round_number(self) -> int:
+        """How many rounds this rank has been in."""
+        return self._keys.number
+
+    def skip_to(self, round_number: int) -> None:
+        """As if it had been in so many. To get in step again where ranks have met by other means, and told each other
+        their numbers: one that failed before a round has not been in it, and the others have."""
+        assert round_number >= self._keys.number
+        self._keys.number = round_number
+
     def round(self, part: Callable[[], T], combine: Callable[[Sequence[T]], R], *, is_last: bool = False) -> R:
         self._keys.number += 1
         self.cancel.clear()

@@ -195,7 +195,12 @@ def plain_tensor(tensor: torch.Tensor, text: str) -> torch.Tensor:
 
 
 def dtype_name(tensor: torch.Tensor, text: str) -> str:
-    name = str(tensor.dtype).removeprefix("torch.")
+    return stored_dtype(tensor.dtype, text)
+
+
+def stored_dtype(dtype: torch.dtype, text: str) -> str:
+    """The name that a dtype is stored under. Raises InvalidStateError for one that cannot be stored."""
+    name = str(dtype).removeprefix("torch.")
     if name in QUANTISED:
         raise InvalidStateError(f"{text!r}: quantised tensors ({name}) are not supported; store int_repr() and scales")
     if name not in DTYPES:

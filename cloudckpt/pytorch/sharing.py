@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 import torch.distributed as dist
 
+from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.plan.exchange import MAX_GROUPS, ExchangePlan, plan_exchange
 from cloudckpt.plan.reads import RankReads, StoredChunks, plan_load
@@ -30,6 +31,14 @@ Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 
 FEW_CHUNKS = 2**15
 """Of so many, each rank tells which it wants, in 4 KiB: a load that shares nothing then needs no tables of wants."""
+
+
+def check_exchange(exchange: str, scope: str) -> None:
+    """Raises InvalidStateError for options that there are not."""
+    if exchange not in ("auto", "none", "broadcast", "alltoall"):
+        raise InvalidStateError(f"exchange must be 'auto', 'none', 'broadcast' or 'alltoall', not {exchange!r}")
+    if scope not in ("world", "node"):
+        raise InvalidStateError(f"exchange_scope must be 'world' or 'node', not {scope!r}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -127,15 +127,15 @@ def judge(
     if problems.is_readable and (not strict or not (problems.missing or unexpected)):
         check_twins(pair for wish in wishes for pair in wish.twins)
         has_objects = any(wish.has_objects for wish in wishes)
-        agreement, reason = _agree([wish.sharing for wish in wishes])
+        agreement, reason = agree([wish.sharing for wish in wishes])
         cast = {path: dtypes for wish in wishes for path, dtypes in wish.cast.items()}
         resized = {path: shapes for wish in wishes for path, shapes in wish.resized.items()}
         return Verdict(problems.missing, unexpected, has_objects, cast, resized, agreement, reason)
     raise _mismatch(problems, unexpected, where, strict)
 
 
-def _agree(parts: Sequence[Sharing | None]) -> tuple[Agreement | None, str]:
-    """How to share, or why not."""
+def agree(parts: Sequence[Sharing | None]) -> tuple[Agreement | None, str]:
+    """How to share what all ranks want, or why not. On the coordinator."""
     sharing = [part for part in parts if part is not None]
     if len(parts) == 1:
         return None, "there is one rank"
