@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cloudckpt import errors
     from cloudckpt._async import async_save
     from cloudckpt._copy import CopyReport, copy
+    from cloudckpt._export_hf import ExportReport, export_hf
     from cloudckpt._flights import RunStatus, SaveInFlight
     from cloudckpt._import import import_from
     from cloudckpt._load import LoadReport, load
@@ -51,6 +52,7 @@ _HOMES = {
     "Concatenate": "cloudckpt.plan.rename",
     "Config": "cloudckpt.config",
     "CopyReport": "cloudckpt._copy",
+    "ExportReport": "cloudckpt._export_hf",
     "FlatLayout": "cloudckpt.plan.flat",
     "FlatParam": "cloudckpt.plan.flat",
     "FlatShards": "cloudckpt.pytorch.flat",
@@ -78,6 +80,7 @@ _HOMES = {
     "async_save": "cloudckpt._async",
     "copy": "cloudckpt._copy",
     "errors": "cloudckpt.errors",
+    "export_hf": "cloudckpt._export_hf",
     "global_expert_names": "cloudckpt.plan.names",
     "global_layer_names": "cloudckpt.plan.names",
     "import_from": "cloudckpt._import",
@@ -100,6 +103,7 @@ __all__ = [
     "Concatenate",
     "Config",
     "CopyReport",
+    "ExportReport",
     "FlatLayout",
     "FlatParam",
     "FlatShards",
@@ -127,6 +131,7 @@ __all__ = [
     "async_save",
     "copy",
     "errors",
+    "export_hf",
     "global_expert_names",
     "global_layer_names",
     "import_from",
