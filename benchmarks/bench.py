@@ -23,10 +23,22 @@ from typing import TYPE_CHECKING, Any
 import exchange_bench
 from async_bench import measure_async, measure_incremental
 from bench_state import Layout, TensorSpec, layers, small, total_bytes, warm_up
+from export_bench import measure_export
 from peers import PEERS, Place
 from plan_bench import PlanFigures, measure_exchange, measure_plans
 from pool import Pool, RankFigures, Task, TaskError
-from report import Bar, Sample, async_bars, bars, exchange_bars, print_report, staging_bars, warm_bars, write_json
+from report import (
+    Bar,
+    Sample,
+    async_bars,
+    bars,
+    exchange_bars,
+    export_bars,
+    print_report,
+    staging_bars,
+    warm_bars,
+    write_json,
+)
 from rich.console import Console
 from server_counts import ServerCounts, read_counts
 from staging_bench import measure_staging
@@ -199,6 +211,7 @@ def main() -> int:
         results += exchange_bars(exchange_bench.measure(repeat=args.repeat))
         results += warm_bars(measure_warm_saves())
         results += async_bars(measure_async(repeat=args.repeat), measure_incremental())
+        results += export_bars(measure_export(repeat=args.repeat))
         results += staging_bars([measure_staging(1024, 100), measure_staging(2, 2000)])
     print_report(console, bench.samples, plans, results)
     write_json(args.json, bench.samples, plans, results, mib=args.mib, procs=args.procs)

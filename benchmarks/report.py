@@ -14,6 +14,7 @@ from typing import Any
 
 import exchange_bench
 from async_bench import AsyncFigures
+from export_bench import MOST_MEMORY_MIB, ExportFigures
 from plan_bench import PlanFigures
 from rich.console import Console
 from rich.table import Table
@@ -118,6 +119,15 @@ def exchange_bars(figures: Sequence[exchange_bench.Figures]) -> list[Bar]:
         Bar(f"bytes fetched / needed, {replicas}", shared.fetched_per_needed, 1.005, at_least=False),
         Bar("peak extra memory of a load with exchange / budget", max(memory), 1.1, at_least=False),
     ]
+
+
+def export_bars(figures: ExportFigures) -> list[Bar]:
+    memory = [
+        _bar(f"{name} of safetensors: extra MiB", figures.extra_mib[name], MOST_MEMORY_MIB, at_least=False)
+        for name in ("export", "import")
+    ]
+    speed = _bar("export of safetensors / copy of as many bytes", figures.speed_ratios["export"], 0.7, at_least=True)
+    return [speed, *memory]
 
 
 def _loads(procs: int) -> list[tuple[str, int]]:

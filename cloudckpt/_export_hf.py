@@ -206,6 +206,7 @@ class _Export:
                 target.put(INDEX, plan.index)
             for keys in lead.succession.last:
                 _delete(target, keys)
+            made = {*(file.key for file in plan.files), *(() if plan.index is None else (INDEX,))}
             return ExportReport(
                 url=target.url,
                 files=[file.key for file in plan.files],
@@ -213,7 +214,7 @@ class _Export:
                 nbytes=plan.data_nbytes,
                 tied=plan.tied,
                 copied=[*lead.copied],
-                removed=lead.succession.removed,
+                removed=[key for key in lead.succession.removed if key not in made],
             )
 
         return self._ranks.round(lambda: None, conclude, is_last=True)

@@ -72,6 +72,21 @@ def import_(options: argparse.Namespace) -> int:
     return 0
 
 
+def export(options: argparse.Namespace) -> int:
+    from cloudckpt.cli.exporting import Wanted, export_checkpoint
+
+    wanted = Wanted(
+        include=options.include,
+        rename=options.rename,
+        dtype=options.dtype,
+        max_shard_size=options.max_shard_size,
+        files=options.files,
+        overwrite=options.overwrite,
+    )
+    export_checkpoint(options.kind, options.src, options.dst, options.src_options, options.dst_options, wanted)
+    return 0
+
+
 def verify(options: argparse.Namespace) -> int:
     from cloudckpt.cli.verifying import verify_checkpoint
 

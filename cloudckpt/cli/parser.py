@@ -93,6 +93,24 @@ def _add_interchange(commands: Any) -> None:
         "--allow-pickle", action="store_true", help="take over values that are not plain: executes what SRC says"
     )
     _add_changes(take)
+    _add_export(commands)
+
+
+def _add_export(commands: Any) -> None:
+    give = _add_two(commands, "export", "write a checkpoint as another format's files", run.export, kinds=("hf",))
+    give.add_argument(
+        "--include", metavar="PATTERN", action="append", default=[], help="keys to take, such as 'model.*' (all)"
+    )
+    give.add_argument(
+        "--rename", metavar="OLD=NEW", type=_pair, action="append", default=[], help="a pattern of keys and its target"
+    )
+    give.add_argument(
+        "--dtype", metavar="[PATTERN=]DTYPE", action="append", default=[], help="what floats become: bf16 (as they are)"
+    )
+    give.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one file (5GB)")
+    give.add_argument(
+        "--files", metavar="PATH", action="append", default=[], help="a file or folder to copy, such as config.json"
+    )
 
 
 def _add_changes(command: argparse.ArgumentParser) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 import cloudckpt
 from cloudckpt.errors import InvalidStateError
 from tests.ranks import RankPool
+from tests.safetensors_reader import exported
 from tests.sharding import make_mesh, same_bits
 
 FULL = torch.arange(27.0).reshape(3, 9)
@@ -72,6 +73,16 @@ def test_views_are_saved_and_filled(tmp_path: Path, name: str, layout: str):
         target.fill_(-1.0)
     cloudckpt.load({"w": target}, tmp_path / "c")
     assert torch.equal(target.detach(), held.detach())
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_are_exported_by_value(tmp_path: Path, name: str):
+    held = VIEWS[name]()
+    cloudckpt.save({"w": held}, tmp_path / "c", config=cloudckpt.Config(chunk_bytes=64))
+    cloudckpt.export_hf(tmp_path / "c", tmp_path / "out")
+    found = exported(tmp_path / "out")
+    assert found is not None
+    assert same_bits(found["w"], held.detach().contiguous())
 
 
 def test_a_view_as_target_leaves_the_memory_around_it_alone(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import cloudckpt
 from cloudckpt import TrainingState
+from tests.safetensors_reader import INDEX, exported
 
 TIED = {"head.weight": "emb.weight"}
 
@@ -74,3 +76,30 @@ def test_copies_that_differ_are_both_kept_with_a_warning(tmp_path: Path):
     cloudckpt.load(TrainingState(apart, rng=False), tmp_path / "c")
     assert torch.equal(apart.head.weight, model.head.weight)
     assert torch.equal(apart.emb.weight, model.emb.weight)
+
+
+def test_an_export_writes_the_first_name_only(tmp_path: Path):
+    model = Model(tied=True)
+    cloudckpt.save(TrainingState(gathered(model), rng=False, tied=TIED), tmp_path / "c")
+    rename = [("model.{name:*}", "{name}")]
+    report = cloudckpt.export_hf(tmp_path / "c", tmp_path / "out", include="model", rename=rename)
+    assert (report.num_tensors, report.nbytes, report.tied) == (1, 16 * 4 * 4, {"head.weight": "emb.weight"})
+    found = exported(tmp_path / "out")
+    assert found is not None
+    assert {*found} == {"emb.weight"}
+    assert torch.equal(found["emb.weight"], model.emb.weight)
+    head = {"include": "model.head.*", "rename": [("model.{name:*}", "{name}")]}
+    cloudckpt.export_hf(tmp_path / "c", tmp_path / "head", **head)
+    assert {*(exported(tmp_path / "head") or ())} == {"head.weight"}
+
+
+def test_the_index_has_the_first_name_only(tmp_path: Path):
+    tied = torch.arange(64.0)
+    state = {"first": tied, "other": torch.ones(70), "last": tied}
+    cloudckpt.save(state, tmp_path / "c")
+    report = cloudckpt.export_hf(tmp_path / "c", tmp_path / "out", max_shard_bytes=300)
+    assert (len(report.files), report.tied) == (2, {"last": "first"})
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert {*index["weight_map"]} == {"first", "other"}
+    assert index["metadata"]["total_size"] == 4 * (64 + 70)
+    assert {*(exported(tmp_path / "out") or ())} == {"first", "other"}

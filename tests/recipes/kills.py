@@ -97,6 +97,7 @@ def _serve(pipe: Connection) -> None:
     import torch.distributed.tensor  # noqa: F401
 
     import cloudckpt._async
+    import cloudckpt._export_hf
     import cloudckpt._load
     import cloudckpt._write
     import cloudckpt.store.fallback
