@@ -48,13 +48,13 @@ class DcpItem:
 
 @dataclass(frozen=True)
 class DcpMetadata:
-    """``items``: by key of the state, and offset of the chunk (None for what is no tensor).
+    """``entries``: by flat key of the state; None for what is no tensor.
 
-    ``paths``: where the state dict had what is under a flat key, as far as the planner noted it.
+    ``items``: by key, and offset of the chunk (None for what is no tensor). ``paths``: where the state dict had what is
+    under a flat key, as far as the planner noted it.
     """
 
-    tensors: Mapping[str, DcpTensor]
-    values: tuple[str, ...]
+    entries: Mapping[str, DcpTensor | None]
     items: Mapping[tuple[str, tuple[int, ...] | None], DcpItem]
     paths: Mapping[str, tuple[str | int, ...]]
     version: str | None = None
@@ -90,13 +90,12 @@ def _collector_paused() -> Iterator[None]:
 
 def _metadata(root: Any) -> DcpMetadata:
     fields = _fields(root, "Metadata")
-    tensors: dict[str, DcpTensor] = {}
-    values = []
+    entries: dict[str, DcpTensor | None] = {}
     for key, entry in _mapping(fields["state_dict_metadata"], "state_dict_metadata").items():
         if _is(entry, "TensorStorageMetadata"):
-            tensors[_str(key)] = _tensor(_fields(entry, "TensorStorageMetadata"))
+            entries[_str(key)] = _tensor(_fields(entry, "TensorStorageMetadata"))
         elif _is(entry, "BytesStorageMetadata"):
-            values.append(_str(key))
+            entries[_str(key)] = None
         else:
             raise ValueError(f"{key!r:.100} is described by {entry!r:.100}")
     items = {}
@@ -105,7 +104,7 @@ def _metadata(root: Any) -> DcpMetadata:
         offset = at.get("offset")
         items[_str(at["fqn"]), None if offset is None else _ints(offset)] = _item(_fields(info, "_StorageInfo"))
     version = fields.get("version")
-    return DcpMetadata(tensors, tuple(values), items, _paths(fields.get("planner_data")), version and _str(version))
+    return DcpMetadata(entries, items, _paths(fields.get("planner_data")), version and _str(version))
 
 
 def _tensor(fields: Mapping[str, Any]) -> DcpTensor:

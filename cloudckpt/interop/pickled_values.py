@@ -27,21 +27,25 @@ _VALUES_PER_BYTE = 8
 
 
 class Left:
-    """What stands where a value was that is no plain one; ``reason`` names what it is."""
+    """What stands where a value was that is no plain one, at ``path``; ``reason`` names what it is."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, path: Path, reason: str) -> None:
+        self.path = path
         self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{dotted(self.path)}: {self.reason}"
 
 
 class Plain:
     """Turns what a pickle says into values.
 
-    ``tensor(path, saved)``: what to put where a tensor is. ``left``: dotted path and reason of each value that cannot be
-    taken; a `Left` stands in its place.
+    ``tensor(path, saved)``: what to put where a tensor is. ``left``: each value that cannot be taken; it stands in its
+    own place.
     """
 
     def __init__(self, tensor: Callable[[Path, SavedTensor], Any], nbytes: int, path: Path = ()) -> None:
-        self.left: list[tuple[str, str]] = []
+        self.left: list[Left] = []
         self._tensor = tensor
         self._budget = 100_000 + _VALUES_PER_BYTE * nbytes
         self._root = path
@@ -104,8 +108,8 @@ class Plain:
             return self._leave(path, f"{name}, which is malformed ({error!s:.100})")
 
     def _leave(self, path: Path, reason: str) -> Left:
-        self.left.append((dotted(path), reason))
-        return Left(reason)
+        self.left.append(Left(path, reason))
+        return self.left[-1]
 
 
 class _Filled:
@@ -195,6 +199,21 @@ def _called(kind: Callable[..., Any]) -> Callable[[_Filled], Any]:
     return lambda filled: kind(*filled.args)
 
 
+def _bytes_of(kind: Callable[..., Any]) -> Callable[[_Filled], Any]:
+    def build(filled: _Filled) -> Any:
+        if any(type(arg) is int for arg in filled.args):  # so many zeros, which the file does not hold
+            raise TypeError("bytes of a number")
+        return kind(*filled.args)
+
+    return build
+
+
+def _fraction(filled: _Filled) -> fractions.Fraction:
+    (text,) = filled.args
+    numerator, _, denominator = text.partition("/")
+    return fractions.Fraction(int(numerator), int(denominator or 1))
+
+
 def _bytes_io(filled: _Filled) -> bytes:
     return bytes(filled.state[0] if filled.state else b"".join(filled.args))
 
@@ -228,18 +247,19 @@ _MAKERS: Mapping[str, Callable[[_Filled], Any]] = {
     "uuid.UUID": _uuid,
     "torch.Size": _called(torch.Size),
     "torch.device": _called(torch.device),
-    "torch.serialization._get_layout": lambda filled: getattr(torch, filled.args[0].removeprefix("torch.")),
+    "torch.serialization._get_layout": lambda filled: _global(Global(filled.args[0])),
     "numpy.dtype": _numpy_dtype,
     "numpy.core.multiarray.scalar": _numpy_scalar,
     "numpy._core.multiarray.scalar": _numpy_scalar,
-    **{f"builtins.{kind.__name__}": _called(kind) for kind in (set, frozenset, bytes, bytearray, complex, slice)},
+    **{f"builtins.{kind.__name__}": _called(kind) for kind in (set, frozenset, complex, slice)},
+    **{f"builtins.{kind.__name__}": _bytes_of(kind) for kind in (bytes, bytearray)},
     "builtins.range": _called(range),
     "builtins.xrange": _called(range),
     **{f"datetime.{kind.__name__}": _called(kind) for kind in (datetime.datetime, datetime.date, datetime.time)},
     "datetime.timedelta": _called(datetime.timedelta),
     "datetime.timezone": _called(datetime.timezone),
     "decimal.Decimal": _called(decimal.Decimal),
-    "fractions.Fraction": _called(fractions.Fraction),
+    "fractions.Fraction": _fraction,
     **{
         f"pathlib.{kind.__name__}": _called(kind)
         for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath)

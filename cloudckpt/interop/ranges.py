@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+import functools
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 from cloudckpt.store.base import Store
 from cloudckpt.transfer.pool import run_all
@@ -23,17 +25,9 @@ class Ranges:
         self._starts: list[int] = []
         self._parts: list[bytes] = []
 
-    def prefetch(self, ranges: Iterable[tuple[int, int]], *, num_threads: int) -> None:
-        """Get ``(start, end)`` ranges, and forget what an earlier call got."""
-        spans = joined(sorted(ranges))
-        found: list[bytes] = [b""] * len(spans)
-
-        def fetch(number: int) -> None:
-            start, end = spans[number]
-            found[number] = self._get(start, end - start)
-
-        run_all((lambda n=n: fetch(n) for n in range(len(spans))), num_threads=num_threads)  # type: ignore[misc]
-        self._starts, self._parts = [start for start, _ in spans], found
+    def keep(self, starts: Sequence[int], parts: Sequence[bytes]) -> None:
+        """Serve these from now on, ascending, and forget what was kept before."""
+        self._starts, self._parts = list(starts), list(parts)
 
     def read(self, byte_offset: int, nbytes: int) -> bytes:
         """StoreError if the object ends before the range does."""
@@ -42,10 +36,25 @@ class Ranges:
             within = byte_offset - self._starts[number]
             if within + nbytes <= len(self._parts[number]):
                 return self._parts[number][within : within + nbytes]
-        return self._get(byte_offset, nbytes)
+        return self.get(byte_offset, nbytes)
 
-    def _get(self, byte_offset: int, nbytes: int) -> bytes:
+    def get(self, byte_offset: int, nbytes: int) -> bytes:
         return b"".join(bytes(part) for part in self._store.stream(self.key, byte_offset, nbytes))
+
+
+def prefetch(wanted: Mapping[Ranges, Iterable[tuple[int, int]]], *, num_threads: int) -> None:
+    """Get ``(start, end)`` ranges of many objects; they forget what an earlier call got."""
+    spans = [(ranges, span) for ranges, pairs in wanted.items() for span in joined(sorted(pairs))]
+    found = [b""] * len(spans)
+
+    def fetch(number: int) -> None:
+        ranges, (start, end) = spans[number]
+        found[number] = ranges.get(start, end - start)
+
+    run_all((functools.partial(fetch, number) for number in range(len(spans))), num_threads=num_threads)
+    for ranges, group in itertools.groupby(zip(spans, found, strict=True), key=lambda pair: pair[0][0]):
+        mine = [(span[0], part) for (_, span), part in group]
+        ranges.keep([start for start, _ in mine], [part for _, part in mine])
 
 
 def joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -66,6 +75,14 @@ class Part:
         self.byte_offset = byte_offset
         self.nbytes = nbytes
         self._ranges = ranges
+
+    @property
+    def key(self) -> str:
+        return self._ranges.key
+
+    @property
+    def object_nbytes(self) -> int:
+        return self._ranges.nbytes
 
     def read(self, start: int, end: int) -> bytes:
         """The bytes ``[start, end)``, as far as there are any."""
