@@ -32,7 +32,7 @@ class Collected:
         return self._objects.setdefault(key, (len(self._objects), nbytes))[0]
 
     def parts(self, tensor: SavedTensor, key: str, nbytes: int, storage_offset: int, name: str) -> tuple[Part, ...]:
-        """A tensor as boxes of arrays, which have names made of ``name``. The same tensor, twice, is of the same arrays.
+        """A tensor as boxes of arrays, whose names are made of ``name``. The same tensor, twice, is of the same arrays.
 
         Raises FormatError for one that is in too many runs.
         """
@@ -52,9 +52,7 @@ class Collected:
             raise FormatError(f"strides {tensor.strides} of shape {tensor.shape} come to more than {MAX_RUNS} runs")
         parts = []
         for index, run in enumerate(found):
-            whole = self._part(
-                f"{name}#{index}", tensor, run.shape, number, storage_offset + run.first * itemsize
-            )
+            whole = self._part(f"{name}#{index}", tensor, run.shape, number, storage_offset + run.first * itemsize)
             parts.append(Part(whole.stored, run.box, run.dims, run.start))
         return tuple(parts)
 

@@ -39,7 +39,9 @@ def open_dcp(origin: Origin) -> Foreign:
     try:
         data = store.get(METADATA_KEY)
     except NotFoundError as error:
-        raise NotFoundError(f"{store.url}: no DCP checkpoint: there is no {METADATA_KEY}, which is written last") from error
+        raise NotFoundError(
+            f"{store.url}: no DCP checkpoint: there is no {METADATA_KEY}, which is written last"
+        ) from error
     metadata = read_metadata(data, f"{METADATA_KEY} of {store.url}")
     sizes = {info.key: info.nbytes for info in store.list("")}
     found = Collected()
@@ -142,8 +144,8 @@ class _Reader:
             self._found.problems.append(f"{want.name}: ends at byte {end} of {item.key}, which has {size} bytes")
         elif item.transforms:
             self._found.problems.append(
-                f"{want.name}: its bytes went through {', '.join(item.transforms)}, which is not undone here; load it with"
-                " torch and save it without _extensions"
+                f"{want.name}: its bytes went through {', '.join(item.transforms)}, which is not undone here; load it"
+                " with torch and save it without _extensions"
             )
         else:
             return True
@@ -188,7 +190,6 @@ class _Reader:
         offset = archive.storage_offset(tensor)
         parts = self._found.parts(tensor, want.item.key, self._sizes[want.item.key], offset, want.name)
         self._parts.setdefault(want.key, []).extend(_shifted(part, want.box) for part in parts)
-
 
     def _take_value(self, key: str, archive: TorchArchive) -> None:
         value, left = state_of(archive, self._found, key, allow_pickle=self._origin.allow_pickle)

@@ -41,7 +41,8 @@ def is_megatron(store: Store, sizes: Mapping[str, int]) -> bool:
         return False
     if config["sharded_backend"] != "torch_dist":
         raise FormatError(
-            f"{store.url}: Megatron's tensors are in its format {config['sharded_backend']!r:.50}; save them as 'torch_dist'"
+            f"{store.url}: Megatron's tensors are in its format {config['sharded_backend']!r:.50}; save them as"
+            " 'torch_dist'"
         )
     return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ def nested(flat: Mapping[str, Any], paths: Mapping[str, Sequence[str | int]], wh
         if len(path) > MAX_DEPTH:
             raise FormatError(f"{where}: key {key!r:.200} is nested more than {MAX_DEPTH} levels deep")
         inner: Any = root
-        for part, following in zip(path, path[1:], strict=False):
+        for part, following in itertools.pairwise(path):
             inner = inner.setdefault(_checked(part, inner, key, where), _new(following))
             if id(inner) not in holders and (inner or not isinstance(inner, dict)):
                 raise FormatError(f"{where}: key {key!r} lies inside of a value that is no dict or list")

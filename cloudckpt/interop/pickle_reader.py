@@ -52,7 +52,7 @@ PERSISTENT = "a persistent id"
 
 _MARK = object()
 _FAULTS = (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error, OverflowError)
-_Step: TypeAlias = "Callable[[_Reader], None]"
+_Step: TypeAlias = "Callable[[_Reader], object]"
 
 
 def read_pickle(data: bytes, where: str, *, start: int = 0) -> tuple[Any, set[str], int]:
@@ -84,8 +84,7 @@ class _Reader:
             code = data[self.position]
             self.position += 1
             if code == stop:
-                value = self.pop()
-                return value
+                return self.pop()
             step = steps[code]
             if step is None:
                 raise ValueError(f"opcode {code:#04x} is not for files")
@@ -181,7 +180,7 @@ def _string_line(reader: _Reader) -> str | bytes:
     raw = reader.line().strip()
     if len(raw) < 2 or raw[0] != raw[-1] or raw[0] not in b"\"'":
         raise ValueError("a string without quotes")
-    return _old_text(codecs.escape_decode(raw[1:-1])[0])  # type: ignore[attr-defined]
+    return _old_text(codecs.escape_decode(raw[1:-1])[0])
 
 
 def _memoized(reader: _Reader, index: int) -> None:
@@ -293,11 +292,11 @@ def _tuple_of(count: int) -> _Step:
 _U1, _U4, _U8 = struct.Struct("<B"), struct.Struct("<I"), struct.Struct("<Q")
 
 _BY_CODE: dict[bytes, _Step] = {
-    b"\x80": lambda r: r.take(1) and None,  # the protocol
-    b"\x95": lambda r: r.take(8) and None,  # a frame
+    b"\x80": lambda r: r.take(1),  # the protocol
+    b"\x95": lambda r: r.take(8),  # a frame
     b"(": lambda r: r.stack.append(_MARK),
-    b"0": lambda r: r.stack.pop() and None,
-    b"1": lambda r: r.since_mark() and None,
+    b"0": lambda r: r.stack.pop(),
+    b"1": lambda r: r.since_mark(),
     b"2": lambda r: r.stack.append(r.top()),
     b"N": lambda r: r.stack.append(None),
     b"\x88": lambda r: r.stack.append(True),

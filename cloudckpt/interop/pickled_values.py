@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
-import datetime
+import datetime as dt
 import decimal
 import fractions
 import pathlib
@@ -57,7 +57,9 @@ class Plain:
     def _value(self, value: Any, path: Path) -> Any:
         self._budget -= 1
         if self._budget < 0 or len(path) - len(self._root) > MAX_DEPTH:
-            raise FormatError(f"{dotted(path[:8])}...: nested too deeply, or more values than a file of this size holds")
+            raise FormatError(
+                f"{dotted(path[:8])}...: nested too deeply, or more values than a file of this size holds"
+            )
         kind = type(value)
         if kind is dict:
             return self._mapping(value.items(), path)
@@ -227,7 +229,8 @@ def _numpy_dtype(filled: _Filled) -> np.dtype:
     order = filled.state[1] if filled.state else "="
     if found.hasobject or (filled.state and any(filled.state[2:5])):
         raise TypeError("a numpy dtype of objects or fields")
-    return found.newbyteorder(order) if order in ("<", ">") else found
+    swapped: np.dtype = found.newbyteorder(order) if order in ("<", ">") else found
+    return swapped
 
 
 def _numpy_scalar(filled: _Filled) -> Any:
@@ -238,7 +241,9 @@ def _numpy_scalar(filled: _Filled) -> Any:
 _MAKERS: Mapping[str, Callable[[_Filled], Any]] = {
     "collections.OrderedDict": _ordered,
     "collections.defaultdict": _defaultdict,
-    "collections.Counter": lambda filled: collections.Counter({**(filled.args[0] if filled.args else {}), **filled.pairs}),
+    "collections.Counter": lambda filled: collections.Counter(
+        {**(filled.args[0] if filled.args else {}), **filled.pairs}
+    ),
     "collections.deque": _deque,
     "argparse.Namespace": _attributes(argparse.Namespace),
     "types.SimpleNamespace": _attributes(types.SimpleNamespace),
@@ -255,14 +260,11 @@ _MAKERS: Mapping[str, Callable[[_Filled], Any]] = {
     **{f"builtins.{kind.__name__}": _bytes_of(kind) for kind in (bytes, bytearray)},
     "builtins.range": _called(range),
     "builtins.xrange": _called(range),
-    **{f"datetime.{kind.__name__}": _called(kind) for kind in (datetime.datetime, datetime.date, datetime.time)},
-    "datetime.timedelta": _called(datetime.timedelta),
-    "datetime.timezone": _called(datetime.timezone),
+    **{f"datetime.{kind.__name__}": _called(kind) for kind in (dt.datetime, dt.date, dt.time)},
+    "datetime.timedelta": _called(dt.timedelta),
+    "datetime.timezone": _called(dt.timezone),
     "decimal.Decimal": _called(decimal.Decimal),
     "fractions.Fraction": _fraction,
-    **{
-        f"pathlib.{kind.__name__}": _called(kind)
-        for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath)
-    },
+    **{f"pathlib.{kind.__name__}": _called(kind) for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath)},
     "pathlib.PosixPath": _called(pathlib.Path),
 }

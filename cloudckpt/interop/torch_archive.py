@@ -81,8 +81,8 @@ def _payload(part: Part, record: Record | None, where: str) -> bytes:
 def _other_kind(start: bytes) -> str:
     if start[:2] == b"\x80\x02" and start[2:4] == b"\x8a\x0a":
         return (
-            "written in the format of torch before 1.6; write it anew by torch.save(torch.load(path, weights_only=True), ...)"
-            " and import that"
+            "in the format of torch before 1.6; write it anew by torch.save(torch.load(path, weights_only=True),"
+            " path) and import that"
         )
     if start[:1] == b"\x80":
         return "a pickle, which only code can read; nothing of it is executed here"

@@ -55,8 +55,8 @@ class SavedTensor:
 def saved_tensor(value: Inert) -> SavedTensor:
     """What one of `REBUILDERS` would make.
 
-    UnsupportedTensorError for sparse, quantised, meta and wrapped tensors; ValueError, TypeError and such for arguments that
-    torch never writes.
+    UnsupportedTensorError for sparse, quantised, meta and wrapped tensors; ValueError, TypeError and such for arguments
+    that torch never writes.
     """
     name, args = value.kind, value.args
     if name == "torch._tensor._rebuild_from_type_v2":
@@ -79,7 +79,7 @@ def _strided(name: str, args: Sequence[Any]) -> SavedTensor:
     flags = args[7:8] if given else args[6:7]
     if flags and flags[0]:
         raise UnsupportedTensorError(
-            f"a tensor with a pending {' and '.join(map(str, flags[0]))}; resolve_conj() or resolve_neg() it before saving"
+            f"a tensor with a pending {' and '.join(map(str, flags[0]))}; it wants a resolve_conj() or resolve_neg() first"
         )
     kind, key, numel = _storage(storage)
     kind = given or kind

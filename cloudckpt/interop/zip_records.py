@@ -5,6 +5,7 @@ See PKWARE's APPNOTE.TXT: the names of the fields are those of its sections 4.3.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,16 +45,14 @@ def read_directory(part: Part, where: str) -> dict[str, Record]:
         raise FormatError(f"{where}: the directory of the ZIP archive is malformed")
     found = list(_entries(part.read(start, start + size), count, where))
     ends = sorted({record.header_offset for record in found} | {start})
-    following = dict(zip(ends, ends[1:], strict=False))
+    following = dict(itertools.pairwise(ends))
     records: dict[str, Record] = {}
     for record in found:
         if record.name in records:
             raise FormatError(f"{where}: record {record.name!r:.200} is in the ZIP archive twice")
         if record.header_offset + _LOCAL.size + record.nbytes > start:
             raise FormatError(f"{where}: record {record.name!r:.200} reaches into the directory of the ZIP archive")
-        records[record.name] = Record(
-            record.name, record.nbytes, record.header_offset, following[record.header_offset]
-        )
+        records[record.name] = Record(record.name, record.nbytes, record.header_offset, following[record.header_offset])
     return records
 
 

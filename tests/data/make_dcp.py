@@ -31,10 +31,9 @@ def sharded(value: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         local = value.narrow(dim, rank * size, min(size, value.shape[dim] - rank * size)).contiguous()
         offsets = [rank * size if d == dim else 0 for d in range(value.dim())]
         return init_from_local_shards([Shard.from_tensor_and_offsets(local, offsets, rank)], value.shape)
+    from torch.distributed._tensor import Shard as Along
     from torch.distributed._tensor import distribute_tensor
     from torch.distributed.device_mesh import init_device_mesh
-
-    from torch.distributed._tensor import Shard as Along
 
     return distribute_tensor(value, init_device_mesh("cpu", (2,)), [Along(dim)])
 
