@@ -79,7 +79,7 @@ def _strided(name: str, args: Sequence[Any]) -> SavedTensor:
     flags = args[7:8] if given else args[6:7]
     if flags and flags[0]:
         raise UnsupportedTensorError(
-            f"a tensor with a pending {' and '.join(map(str, flags[0]))}; it wants a resolve_conj() or resolve_neg() first"
+            f"a tensor with a pending {' and '.join(map(str, flags[0]))}; call resolve_conj() or resolve_neg() first"
         )
     kind, key, numel = _storage(storage)
     kind = given or kind
