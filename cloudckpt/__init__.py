@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cloudckpt import errors
     from cloudckpt._async import async_save
     from cloudckpt._copy import CopyReport, copy
+    from cloudckpt._export_dcp import DcpReport, export_dcp
     from cloudckpt._export_hf import ExportReport, export_hf
     from cloudckpt._flights import RunStatus, SaveInFlight
     from cloudckpt._import import import_from
@@ -52,6 +53,7 @@ _HOMES = {
     "Concatenate": "cloudckpt.plan.rename",
     "Config": "cloudckpt.config",
     "CopyReport": "cloudckpt._copy",
+    "DcpReport": "cloudckpt._export_dcp",
     "ExportReport": "cloudckpt._export_hf",
     "FlatLayout": "cloudckpt.plan.flat",
     "FlatParam": "cloudckpt.plan.flat",
@@ -80,6 +82,7 @@ _HOMES = {
     "async_save": "cloudckpt._async",
     "copy": "cloudckpt._copy",
     "errors": "cloudckpt.errors",
+    "export_dcp": "cloudckpt._export_dcp",
     "export_hf": "cloudckpt._export_hf",
     "global_expert_names": "cloudckpt.plan.names",
     "global_layer_names": "cloudckpt.plan.names",
@@ -103,6 +106,7 @@ __all__ = [
     "Concatenate",
     "Config",
     "CopyReport",
+    "DcpReport",
     "ExportReport",
     "FlatLayout",
     "FlatParam",
@@ -131,6 +135,7 @@ __all__ = [
     "async_save",
     "copy",
     "errors",
+    "export_dcp",
     "export_hf",
     "global_expert_names",
     "global_layer_names",

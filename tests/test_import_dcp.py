@@ -37,7 +37,7 @@ def whole() -> dict[str, Any]:
         "turned": torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1),
         "last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "float8": torch.randn(8).to(torch.float8_e4m3fn),
-        "short": torch.arange(5, dtype=torch.uint16),
+        "short": torch.arange(5).to(torch.uint16),
         "complex": torch.randn(3, dtype=torch.complex64),
         "none": torch.zeros(0, 4),
         "text": "x",
@@ -103,9 +103,11 @@ def test_from_s3(place: Place, ranks: RankPool, tmp_path: Path):
     same_state(cloudckpt.read(tmp_path / "ours"), whole())
 
 
-def test_into_a_sharded_target(ranks: RankPool, tmp_path: Path):
+def test_other_names_and_dtypes(ranks: RankPool, tmp_path: Path):
     ranks.run(4, save_by_torch, str(tmp_path / "dcp"))
-    import_from("dcp", tmp_path / "dcp", tmp_path / "ours", rename=[("model.*", "net.*")], cast={"net.w": "bfloat16"})
+    import_from(
+        "dcp", tmp_path / "dcp", tmp_path / "ours", rename=[("model.{k:*}", "net.{k:*}")], cast={"net.w": "bfloat16"}
+    )
     state = cloudckpt.read(tmp_path / "ours", names=["net.*"])
     assert state["net"]["w"].equal(whole()["model"]["w"].bfloat16())
     assert state["net"]["one"].equal(whole()["model"]["one"])

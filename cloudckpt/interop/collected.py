@@ -25,6 +25,8 @@ class Collected:
         self._objects: dict[str, tuple[int, int]] = {}  # number and size by key
         self._arrays: list[ForeignArray] = []
         self._made: dict[str, VirtualArray] = {}
+        self._references: dict[VirtualArray, ArrayRef] = {}
+        self._names: set[str] = set()
         self._known: dict[tuple[Any, ...], tuple[Part, ...]] = {}
 
     def object(self, key: str, nbytes: int) -> int:
@@ -58,18 +60,29 @@ class Collected:
 
     def _part(self, name: str, tensor: SavedTensor, shape: tuple[int, ...], number: int, place: int) -> Part:
         stored = Stored(len(self._arrays), shape)
-        self._arrays.append(ForeignArray(name, tensor.dtype, shape, number, place))
+        self._arrays.append(ForeignArray(self._unique(name), tensor.dtype, shape, number, place))
         zero = (0,) * len(shape)
         return Part(stored, Box(zero, shape), tuple(range(len(shape))), zero)
 
     def refer(self, name: str, kind: str, shape: tuple[int, ...], parts: Sequence[Part]) -> ArrayRef:
-        """What stands in the state for a tensor of these parts."""
+        """What stands in the state for a tensor of these parts; the same for the same."""
         made = VirtualArray(kind, shape, tuple(parts))
         if made.source is not None:
             return ArrayRef(self._arrays[made.source.number].name)
-        name = f"made/{name}"  # which no array is called
-        self._made[name] = made
-        return ArrayRef(name)
+        if made not in self._references:
+            name = self._unique(f"made/{name}")  # with a slash, which the names in a manifest do not have
+            self._made[name] = made
+            self._references[made] = ArrayRef(name)
+        return self._references[made]
+
+    def _unique(self, name: str) -> str:
+        """Different paths can have one dotted text."""
+        found, count = name, 1
+        while found in self._names:
+            count += 1
+            found = f"{name}#{count}"
+        self._names.add(found)
+        return found
 
     def check(self, what: str, advice: str = "") -> None:
         """FormatError with all problems, if there are any."""

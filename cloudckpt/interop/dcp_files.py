@@ -68,7 +68,8 @@ class _Wanted:
 
     @property
     def name(self) -> str:
-        return self.key if self.box is None else f"{self.key}{self.box}"
+        whole = self.tensor is None or self.box is None or self.box.shape == self.tensor.shape
+        return self.key if whole else f"{self.key}{self.box}"
 
 
 class _Reader:

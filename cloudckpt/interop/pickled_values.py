@@ -211,9 +211,11 @@ def _bytes_of(kind: Callable[..., Any]) -> Callable[[_Filled], Any]:
 
 
 def _fraction(filled: _Filled) -> fractions.Fraction:
-    (text,) = filled.args
-    numerator, _, denominator = text.partition("/")
-    return fractions.Fraction(int(numerator), int(denominator or 1))
+    """Of two ints, or, before Python 3.12, of a text, whose decimal forms could be numbers of any size."""
+    args = filled.args
+    if len(args) == 1:
+        args = args[0].split("/")
+    return fractions.Fraction(*map(int, args))
 
 
 def _bytes_io(filled: _Filled) -> bytes:

@@ -12,7 +12,7 @@ from cloudckpt.format.dtypes import dtype
 from cloudckpt.interop.pickle_reader import PERSISTENT, Global, Inert
 
 # torch/storage.py, _dtype_to_storage_type_map().
-_STORAGES = {
+STORAGES = {
     "Double": "float64",
     "Float": "float32",
     "Half": "float16",
@@ -105,9 +105,9 @@ def _storage(value: Any) -> tuple[str, str, int]:
     name = cls.name.rpartition(".")[2].removesuffix("Storage")
     if name == "Untyped":
         return "uint8", key, numel
-    if name not in _STORAGES:
+    if name not in STORAGES:
         raise UnsupportedTensorError(f"a tensor of a {cls.name}")
-    return _STORAGES[name], key, numel
+    return STORAGES[name], key, numel
 
 
 def _dtype(value: Any) -> str:

@@ -94,8 +94,8 @@ def test_all_faults_at_once(checkpoint: Path):
     with pytest.raises(FormatError) as caught:
         opened(checkpoint)
     text = str(caught.value)
-    assert "a[0:10]: its file __7_0.distcp is missing" in text
-    assert "b.c[0:4, 0:3]: ends at byte 1000010 of __0_0.distcp" in text
+    assert "a: its file __7_0.distcp is missing" in text
+    assert "b.c: ends at byte 1000010 of __0_0.distcp" in text
     assert "gap: its parts leave out 2 of its 4 elements" in text
     assert "overlap: its parts [0:3] and [1:4] overlap" in text
     assert "outside: its part [2:5] reaches out of its shape (4,)" in text
@@ -169,7 +169,7 @@ def test_transformed_items_are_refused(checkpoint: Path):
         info.transform_descriptors = ["stream.zstd/1"]
 
     rewrite_metadata(checkpoint, change)
-    with pytest.raises(FormatError, match=r"a\[0:10\]: its bytes went through stream\.zstd/1, which is not undone here"):
+    with pytest.raises(FormatError, match=r"a: its bytes went through stream\.zstd/1, which is not undone here"):
         opened(checkpoint)
 
 
@@ -207,7 +207,7 @@ def test_compressed_archives_are_refused(checkpoint: Path):
             {dcp_metadata.MetadataIndex("a", [0]): _StorageInfo("other", 0, len(buffer.getvalue()))}
         ),
     )
-    with pytest.raises(FormatError, match="is compressed; torch.save stores all"):
+    with pytest.raises(FormatError, match=r"is compressed; torch\.save stores all"):
         opened(checkpoint)
 
 
@@ -249,5 +249,5 @@ def test_nesting():
     ],
 )
 def test_places_that_clash(paths: dict[str, Any]):
-    with pytest.raises(FormatError, match="^it: "):
+    with pytest.raises(FormatError, match=r"^it: "):
         nested(dict.fromkeys(paths, 1), paths, "it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import time
@@ -45,10 +46,8 @@ def test_reads_what_pickle_writes(value: Any, protocol: int):
 
 @given(st.binary(max_size=200))
 def test_any_bytes(data: bytes):
-    try:
+    with contextlib.suppress(FormatError):
         read_pickle(data, "it")
-    except FormatError as error:
-        assert str(error).startswith("it: malformed pickle at byte")
 
 
 @given(plain, st.data())
@@ -56,11 +55,9 @@ def test_damaged_pickles(value: Any, data: st.DataObject):
     raw = bytearray(pickle.dumps({"a": value, "b": OrderedDict(c=Path("x"))}))
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
-    try:
+    with contextlib.suppress(FormatError):
         found, _, _ = read_pickle(bytes(raw), "it")
         Plain(lambda path, saved: None, len(raw)).value(found)
-    except FormatError:
-        pass
 
 
 class Attack:
