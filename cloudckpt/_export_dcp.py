@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cloudckpt import catalog
 from cloudckpt._export import ExportFile, sending_config, write_files
-from cloudckpt._rewrite import Place, casts_of, fetch_chunks
+from cloudckpt._rewrite import Place, fetch_chunks
 from cloudckpt.config import Config
 from cloudckpt.errors import AlreadyCommittedError, CloudckptError, StoreError
 from cloudckpt.format import values
@@ -23,6 +23,7 @@ from cloudckpt.format.tree import Node
 from cloudckpt.interop.dcp_export import DcpPlan, plan_dcp
 from cloudckpt.interop.dcp_metadata import METADATA_KEY
 from cloudckpt.interop.foreign import Foreign
+from cloudckpt.interop.hf_export import casts_by_pattern
 from cloudckpt.plan.rename import Rules
 from cloudckpt.plan.selection import Selection, select
 from cloudckpt.progress import Progress, start_progress
@@ -85,7 +86,7 @@ def export_dcp(
     AlreadyCommittedError where another checkpoint is there, CorruptChunkError, StoreError.
     """
     config = config or Config()
-    casts = casts_of(cast)
+    casts = casts_by_pattern(cast)
     included = include if include is None or isinstance(include, str) else [*include]
     ranks = make_group(group, config.rank_timeout_s)
     with ExitStack() as stack:

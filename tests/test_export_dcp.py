@@ -152,7 +152,7 @@ def test_names_and_dtypes(tmp_path: Path):
     found = loaded(tmp_path / "dcp")
     assert found["net"]["w"].equal(whole()["model"]["w"].bfloat16())
     assert found["net"]["one"].equal(whole()["model"]["one"])
-    with pytest.raises(InvalidStateError, match="does not become 'int8'"):
+    with pytest.raises(InvalidStateError, match="floats do not become 'int8'"):
         export_dcp(tmp_path / "ours", tmp_path / "other", cast="int8")
     with pytest.raises(NotFoundError):
         export_dcp(tmp_path / "ours", tmp_path / "other", include="nothing")
@@ -181,7 +181,7 @@ def test_another_checkpoint_is_there(tmp_path: Path):
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     cloudckpt.save(whole(), tmp_path / "ours")
     arguments = ["export", "dcp", str(tmp_path / "ours"), str(tmp_path / "dcp")]
-    assert main([*arguments, "--dtype", "model.*=bfloat16"]) == 0
+    assert main([*arguments, "--dtype", "model.*=bf16"]) == 0
     assert "exported 14 tensors and 5 values" in capsys.readouterr().out
     assert loaded(tmp_path / "dcp")["model"]["w"].dtype == torch.bfloat16
     assert main(arguments) == 1

@@ -18,7 +18,7 @@ from cloudckpt.checkpoint import by_rank
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format import values
 from cloudckpt.format.box import Box
-from cloudckpt.format.dtypes import DTYPES, dtype
+from cloudckpt.format.dtypes import dtype
 from cloudckpt.format.tree import Node, holds_arrays
 from cloudckpt.interop.torch_archive_writer import Frame, frame
 from cloudckpt.plan.dcp_items import FlatLeaf, flat_leaves, groups, item_boxes, within
@@ -99,9 +99,9 @@ Load = Callable[[str, Node], Any]
 
 
 def plan_dcp(selection: Selection, casts: Mapping[str, str], load: Load, num_ranks: int) -> DcpPlan:
-    """``casts``: dtypes of floats by pattern of flat keys, the first that matches counts.
+    """``casts``: float types by pattern of flat keys, for floats; the first that matches counts.
 
-    Raises InvalidStateError for two keys that are one once they are flat, and for casts that cannot be.
+    Raises InvalidStateError for two keys that are one once they are flat.
     """
     leaves = _leaves(selection)
     entries: dict[str, Any] = {}
@@ -154,12 +154,8 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _cast(key: str, kind: str, casts: Mapping[str, str]) -> str:
-    if not (kind.startswith("float") or kind == "bfloat16"):
-        return kind
-    wanted = next((name for pattern, name in casts.items() if fnmatchcase(key, pattern)), kind)
-    if wanted not in DTYPES or not (wanted.startswith("float") or wanted == "bfloat16"):
-        raise InvalidStateError(f"cast: {key!r} does not become {wanted!r}, which is no float type")
-    return wanted
+    is_float = kind == "bfloat16" or (kind.startswith("float") and not kind.startswith("float4"))
+    return next((name for pattern, name in casts.items() if fnmatchcase(key, pattern)), kind) if is_float else kind
 
 
 def _entry(kind: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> dcp.TensorStorageMetadata:
