@@ -39,9 +39,9 @@ def open_dcp(origin: Origin) -> Foreign:
     try:
         data = store.get(METADATA_KEY)
     except NotFoundError as error:
-        raise NotFoundError(
-            f"{store.url}: no DCP checkpoint: there is no {METADATA_KEY}, which is written last"
-        ) from error
+        alone = any(info.key.startswith("__") and info.key.endswith(METADATA_KEY) for info in store.list(""))
+        why = "its ranks have saved without collectives, each for itself" if alone else "which is written last"
+        raise NotFoundError(f"{store.url}: no DCP checkpoint: there is no {METADATA_KEY}, {why}") from error
     metadata = read_metadata(data, f"{METADATA_KEY} of {store.url}")
     sizes = {info.key: info.nbytes for info in store.list("")}
     found = Collected()
@@ -161,8 +161,13 @@ class _Reader:
         for want in batch:
             item = want.item
             where = f"{item.key} at byte {item.byte_offset}"
+            part = Bytes(self._file(item.key), item.byte_offset, item.nbytes)
             try:
-                self._take(want, open_archive(Bytes(self._file(item.key), item.byte_offset, item.nbytes), where))
+                if want.box is not None and _is_safetensors(part):
+                    raise FormatError(
+                        f"{where}: in the safetensors form of FileSystemWriter; save it in the default one"
+                    )
+                self._take(want, open_archive(part, where))
             except FormatError as error:
                 self._found.problems.append(f"{want.name}: {error}")
         for ranges in reads:
@@ -200,6 +205,12 @@ class _Reader:
             self._found.notes += [f"left out: {text}" for text in texts]
         else:
             self._found.problems += texts
+
+
+def _is_safetensors(part: Bytes) -> bool:
+    """Whether a header of safetensors begins here: its length, and a JSON object."""
+    start = part.read(0, 9)
+    return start[8:] == b"{" and 2 <= int.from_bytes(start[:8], "little") < 2**32
 
 
 def _shifted(part: Part, box: Box) -> Part:

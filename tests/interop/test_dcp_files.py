@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
 
 from cloudckpt.config import Config
 from cloudckpt.errors import FormatError, NotFoundError
@@ -71,6 +71,19 @@ def test_one_file_an_item(tmp_path: Path):
 def test_there_is_nothing(tmp_path: Path):
     with pytest.raises(NotFoundError, match=r"there is no \.metadata, which is written last"):
         opened(tmp_path)
+
+
+def test_ranks_that_saved_for_themselves(tmp_path: Path):
+    (tmp_path / "__0.metadata").touch()
+    with pytest.raises(NotFoundError, match="saved without collectives, each for itself"):
+        opened(tmp_path)
+
+
+def test_the_safetensors_form(tmp_path: Path):
+    form = SerializationFormat.SAFETENSORS
+    folder = saved(tmp_path / "dcp", {"a": torch.ones(50), "v": 1}, serialization_format=form)
+    with pytest.raises(FormatError, match=r"a: __0_0\.distcp at byte \d+: in the safetensors form"):
+        opened(folder)
 
 
 def test_all_faults_at_once(checkpoint: Path):
