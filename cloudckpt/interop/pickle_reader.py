@@ -90,8 +90,6 @@ class _Reader:
                 raise ValueError(f"opcode {code:#04x} is not for files")
             step(self)
 
-    # Operands
-
     def take(self, count: int) -> bytes:
         end = self.position + count
         if end > len(self.data):
@@ -111,8 +109,6 @@ class _Reader:
         self.position = end + 1
         return raw
 
-    # The stack
-
     def pop(self) -> Any:
         value = self.stack.pop()
         if value is _MARK:
@@ -120,9 +116,9 @@ class _Reader:
         return value
 
     def top(self) -> Any:
-        if self.stack[-1] is _MARK:
-            raise ValueError("a mark where a value should be")
-        return self.stack[-1]
+        value = self.pop()
+        self.stack.append(value)
+        return value
 
     def since_mark(self) -> list[Any]:
         stack = self.stack
@@ -220,7 +216,7 @@ def _set_items(reader: _Reader, flat: list[Any]) -> None:
 
 def _key(value: Any, depth: int = 0) -> Any:
     if type(value) is tuple:
-        if depth >= MAX_KEY_DEPTH:
+        if depth == MAX_KEY_DEPTH:
             raise ValueError(f"a key nested more than {MAX_KEY_DEPTH} levels deep")
         for element in value:
             _key(element, depth + 1)
@@ -265,7 +261,7 @@ def _build(reader: _Reader) -> None:
 
 def _stack_global(reader: _Reader) -> None:
     name, module = reader.pop(), reader.pop()
-    if type(name) is not str or type(module) is not str:
+    if not type(name) is type(module) is str:
         raise TypeError("a global whose name is no string")
     reader.stack.append(reader.global_named(module, name))
 
@@ -282,11 +278,7 @@ def _dict(reader: _Reader) -> None:
 
 
 def _tuple_of(count: int) -> _Step:
-    def step(reader: _Reader) -> None:
-        values = [reader.pop() for _ in range(count)]
-        reader.stack.append(tuple(reversed(values)))
-
-    return step
+    return _push(lambda reader: tuple([reader.pop() for _ in range(count)][::-1]))
 
 
 _U1, _U4, _U8 = struct.Struct("<B"), struct.Struct("<I"), struct.Struct("<Q")
