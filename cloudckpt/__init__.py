@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cloudckpt import dcp, errors
     from cloudckpt._async import async_save
     from cloudckpt._copy import CopyReport, copy
+    from cloudckpt._export_dcp import DcpReport, export_dcp
     from cloudckpt._export_hf import ExportReport, export_hf
     from cloudckpt._flights import RunStatus, SaveInFlight
     from cloudckpt._import import import_from
@@ -52,6 +53,7 @@ _HOMES = {
     "Concatenate": "cloudckpt.plan.rename",
     "Config": "cloudckpt.config",
     "CopyReport": "cloudckpt._copy",
+    "DcpReport": "cloudckpt._export_dcp",
     "ExportReport": "cloudckpt._export_hf",
     "FlatLayout": "cloudckpt.plan.flat",
     "FlatParam": "cloudckpt.plan.flat",
@@ -81,6 +83,7 @@ _HOMES = {
     "copy": "cloudckpt._copy",
     "dcp": "cloudckpt.dcp",
     "errors": "cloudckpt.errors",
+    "export_dcp": "cloudckpt._export_dcp",
     "export_hf": "cloudckpt._export_hf",
     "global_expert_names": "cloudckpt.plan.names",
     "global_layer_names": "cloudckpt.plan.names",
@@ -104,6 +107,7 @@ __all__ = [
     "Concatenate",
     "Config",
     "CopyReport",
+    "DcpReport",
     "ExportReport",
     "FlatLayout",
     "FlatParam",
@@ -133,6 +137,7 @@ __all__ = [
     "copy",
     "dcp",
     "errors",
+    "export_dcp",
     "export_hf",
     "global_expert_names",
     "global_layer_names",

@@ -13,7 +13,8 @@ from cloudckpt.config import MIB, Config
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format import values
 from cloudckpt.format.keys import step_dir
-from cloudckpt.interop import hf_index
+from cloudckpt.interop import hf_index, torch_file
+from cloudckpt.interop.dcp_files import open_dcp
 from cloudckpt.interop.foreign import Foreign, Origin, file_in
 from cloudckpt.interop.hf_files import open_hf
 from cloudckpt.plan.migrations import check_version
@@ -43,7 +44,9 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
+    "dcp": Kind(open_dcp),
     "hf": Kind(open_hf, hf_index.SUFFIXES),
+    "torch": Kind(torch_file.open_torch, torch_file.SUFFIXES),
 }
 
 

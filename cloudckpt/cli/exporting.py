@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cloudckpt._export_dcp import DcpReport, export_dcp
 from cloudckpt._export_hf import ExportReport, export_hf
 from cloudckpt.cli.bars import progress_bar
 from cloudckpt.cli.text import human_bytes, printable
+from cloudckpt.errors import InvalidStateError
 from cloudckpt.pytorch.launched import launched_job
 
 
@@ -34,27 +36,45 @@ def export_checkpoint(
     wanted: Wanted,
 ) -> None:
     start = time.monotonic()
+    if kind != "hf" and wanted.files:
+        raise InvalidStateError(f"--files is for hf, not for {kind}")
     with launched_job() as rank, progress_bar(f"export {kind}") as progress:
-        report = export_hf(
-            src,
-            dst,
-            include=wanted.include or None,
-            rename=list(wanted.rename) or None,
-            dtype=_dtypes(wanted.dtype),
-            max_shard_bytes=wanted.max_shard_size,
-            files=wanted.files,
-            overwrite=wanted.overwrite,
-            src_options=src_options,
-            dst_options=dst_options,
-            progress=progress if rank == 0 else None,
-        )
+        common: dict[str, Any] = {
+            "include": wanted.include or None,
+            "rename": list(wanted.rename) or None,
+            "overwrite": wanted.overwrite,
+            "src_options": src_options,
+            "dst_options": dst_options,
+            "progress": progress if rank == 0 else None,
+        }
+        lines: list[str]
+        if kind == "dcp":
+            dcp = export_dcp(src, dst, cast=_dtypes(wanted.dtype), **common)
+            lines = _dcp_lines(dcp, time.monotonic() - start)
+        else:
+            hf = export_hf(
+                src,
+                dst,
+                dtype=_dtypes(wanted.dtype),
+                max_shard_bytes=wanted.max_shard_size,
+                files=wanted.files,
+                **common,
+            )
+            lines = _lines(hf, time.monotonic() - start)
     if rank == 0:
-        print(*_lines(report, time.monotonic() - start), sep="\n")
+        print(*lines, sep="\n")
 
 
 def _dtypes(texts: Sequence[str]) -> dict[str, str] | None:
     """By pattern; a type alone is for all that no pattern before it matches."""
     return {pattern or "*": kind for pattern, _, kind in (text.rpartition("=") for text in texts)} or None
+
+
+def _dcp_lines(report: DcpReport, seconds: float) -> list[str]:
+    written = f"{len(report.files)} files, {human_bytes(report.nbytes)}, {seconds:.1f} s"
+    what = f"{report.num_tensors} tensors and {report.num_values} values"
+    removed = [f"removed of an earlier export: {printable(', '.join(report.removed))}"] if report.removed else []
+    return [f"exported {what} to {printable(report.url)}: {written}", *removed]
 
 
 def _lines(report: ExportReport, seconds: float) -> list[str]:

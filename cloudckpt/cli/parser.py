@@ -97,7 +97,7 @@ def _add_interchange(commands: Any) -> None:
 
 
 def _add_export(commands: Any) -> None:
-    give = _add_two(commands, "export", "write a checkpoint as another format's files", run.export, kinds=("hf",))
+    give = _add_two(commands, "export", "write a checkpoint as another format's files", run.export, kinds=("dcp", "hf"))
     give.add_argument(
         "--include", metavar="PATTERN", action="append", default=[], help="keys to take, such as 'model.*' (all)"
     )
@@ -107,9 +107,9 @@ def _add_export(commands: Any) -> None:
     give.add_argument(
         "--dtype", metavar="[PATTERN=]DTYPE", action="append", default=[], help="what floats become: bf16 (as they are)"
     )
-    give.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one file (5GB)")
+    give.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one file, with hf (5GB)")
     give.add_argument(
-        "--files", metavar="PATH", action="append", default=[], help="a file or folder to copy, such as config.json"
+        "--files", metavar="PATH", action="append", default=[], help="to copy along, with hf: config.json, ..."
     )
 
 

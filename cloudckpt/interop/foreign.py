@@ -68,6 +68,13 @@ class ArrayRef:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Where a value is in a state that has been encoded already (`format.values`)."""
+
+    node: Node
+
+
 @dataclass(frozen=True, eq=False)
 class Foreign:
     """A state in files of another format.
@@ -136,6 +143,8 @@ def describe(
 
 
 def _node(value: Any, names: Mapping[str, str]) -> Node | None:
+    if isinstance(value, Encoded):
+        return value.node
     if not isinstance(value, ArrayRef):
         return None
     return {"$": "tensor", "array": names.get(value.name, value.name)}

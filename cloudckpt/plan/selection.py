@@ -45,14 +45,17 @@ def select(
     include: str | Iterable[str] | None,
     rename: Rules | None,
     made: Mapping[str, VirtualArray] | None = None,
+    *,
+    keep_empty: bool = False,
 ) -> Selection:
     """``include``: patterns of stored dotted paths (``fnmatch``); what is below a match comes with it. None: all.
 
-    ``rename`` is for what is included; see `cloudckpt.plan.rename`. Empty containers are left out.
+    ``rename`` is for what is included; see `cloudckpt.plan.rename`. Empty containers are left out
+    unless ``keep_empty``.
 
     Raises NotFoundError for patterns that match nothing, InvalidStateError for rules as a load does.
     """
-    found = [(path, node) for path, node in leaves(manifest.document.tree) if children(node) != []]
+    found = [(path, node) for path, node in leaves(manifest.document.tree) if keep_empty or children(node) != []]
     if include is not None:
         found = _included(found, [include] if isinstance(include, str) else list(include))
     moves = Moves(manifest, [Leaf(path, path, node) for path, node in found], made or {})
