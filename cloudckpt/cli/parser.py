@@ -93,6 +93,22 @@ def _add_interchange(commands: Any) -> None:
         "--allow-pickle", action="store_true", help="take over values that are not plain: executes what SRC says"
     )
     _add_changes(take)
+    references = _add(
+        commands,
+        "references",
+        "URL",
+        "write the file with which fsspec and stock zarr read a checkpoint",
+        run.references,
+    )
+    references.add_argument("--output", metavar="FILE", help="path or URL, replacing what is there (standard output)")
+    references.add_argument(
+        "--names", metavar="PATTERN", action="append", help="only arrays with such a dotted path; may be repeated"
+    )
+    references.add_argument("--template", action="store_true", help="begin all URLs with {{u}}, which readers can set")
+    references.add_argument("--base", metavar="URL", help="the URL by which readers know the checkpoint, if another")
+    references.add_argument(
+        "--plain-types", action="store_true", help="bfloat16 and float8 as integers: zarr alone has no such types"
+    )
 
 
 def _add_changes(command: argparse.ArgumentParser) -> None:
