@@ -16,6 +16,8 @@ from cloudckpt.format.keys import step_dir
 from cloudckpt.interop import hf_index
 from cloudckpt.interop.foreign import Foreign, Origin, file_in
 from cloudckpt.interop.hf_files import open_hf
+from cloudckpt.interop.zarr_fetch import fetch_tiles
+from cloudckpt.interop.zarr_source import open_zarr_source
 from cloudckpt.plan.migrations import check_version
 from cloudckpt.plan.rename import Rules
 from cloudckpt.plan.rewrite import Rewrite
@@ -44,6 +46,7 @@ class Kind:
 
 KINDS: dict[str, Kind] = {
     "hf": Kind(open_hf, hf_index.SUFFIXES),
+    "zarr": Kind(open_zarr_source, make_fetch=fetch_tiles),
 }
 
 
