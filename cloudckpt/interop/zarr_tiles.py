@@ -40,7 +40,7 @@ def tiles(array: zarr.Array[Any], itemsize: int, chunk_bytes: int) -> Grid:
     size = _widest_bytes(grid, itemsize)
     for dim in reversed(range(len(cuts))):
         cut, count = cuts[dim], grid.counts[dim]
-        at_a_time = max(1, min(count, room // max(1, size)))
+        at_a_time = _even(max(1, count), max(1, min(count, room // max(1, size))))
         if isinstance(cut, int):
             cuts[dim] = min(cut * at_a_time, max(1, array.shape[dim]))
             size *= at_a_time
@@ -80,9 +80,10 @@ def _widest_bytes(grid: Grid, itemsize: int) -> int:
     return itemsize * math.prod(_widest(grid, dim) for dim in range(len(grid.shape)))
 
 
-def _even(extent: int, width: int) -> int:
-    """``width``, or a divisor of ``extent`` that is not far below: then all parts are equal."""
-    return next((w for w in range(width, width // 4, -1) if extent % w == 0), width)
+def _even(count: int, at_a_time: int) -> int:
+    """At most ``at_a_time``, such that all parts are equal, or the last one lacks little: it is padded."""
+    divisor = next((n for n in range(at_a_time, at_a_time // 4, -1) if count % n == 0), None)
+    return divisor or -(-count // -(-count // at_a_time))
 
 
 def _split(grid: Grid, dim: int, width: int) -> DimCuts:
