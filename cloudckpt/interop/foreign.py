@@ -73,12 +73,14 @@ class Foreign:
     """A state in files of another format.
 
     ``manifest``: of arrays without checksums (`describe`). ``made``: arrays that its tree names and that are made of
-    boxes of those. ``notes``: to warn the caller of.
+    boxes of those. ``notes``: to warn the caller of. ``is_cut``: arrays are best read by the grids of the manifest, and
+    a rewrite keeps them.
     """
 
     manifest: Manifest
     made: Mapping[str, VirtualArray] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    is_cut: bool = False
 
 
 def describe(

@@ -68,6 +68,7 @@ def open_zarr_source(origin: Origin) -> ZarrForeign:
     )
     return ZarrForeign(
         manifest,
+        is_cut=True,
         notes=_notes(absent, wanted, where),
         arrays=tuple(paths),
         documents=documents.found,
