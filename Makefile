@@ -10,7 +10,7 @@ SETUP := $(VENV)/.setup-done
 BENCH := $(VENV)/.bench-done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-compose check bench docs docs-serve clean
+.PHONY: help setup demo test test-long test-zarr test-compose check bench docs docs-serve clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -24,6 +24,10 @@ test: $(SETUP)  ## all tests but the long ones; starts the servers that they nee
 
 test-long: $(SETUP)  ## the long tests
 	$(BIN)/python -m pytest -m long -o faulthandler_timeout=900  # dumping the stacks of busy threads can crash
+
+test-zarr: $(SETUP)  ## shared checkpoints, read by the newest zarr on each newer Python that is here
+	$(BIN)/python tests/interop/newer_pythons.py $(VENV)/zarr
+	$(BIN)/python -m pytest tests/interop/test_shared_zarr.py
 
 test-compose:  ## the S3 tests against MinIO, in containers
 	COMPOSE="$(COMPOSE)" docker/test-compose.sh

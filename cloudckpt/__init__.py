@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from cloudckpt.checkpointer import Checkpointer
     from cloudckpt.config import Config
     from cloudckpt.format.containers import TensorParts
+    from cloudckpt.interop.zarr_references import references
     from cloudckpt.interop.zarr_view import open_zarr
     from cloudckpt.plan.changes import Resize
     from cloudckpt.plan.flat import FlatLayout, FlatParam
@@ -96,6 +97,7 @@ _HOMES = {
     "open_checkpoint": "cloudckpt.checkpoint",
     "open_zarr": "cloudckpt.interop.zarr_view",
     "read": "cloudckpt._read",
+    "references": "cloudckpt.interop.zarr_references",
     "register_staging": "cloudckpt.pytorch.deferred",
     "save": "cloudckpt._save",
 }
@@ -150,6 +152,7 @@ __all__ = [
     "open_checkpoint",
     "open_zarr",
     "read",
+    "references",
     "register_staging",
     "save",
 ]

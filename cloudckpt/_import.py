@@ -17,6 +17,8 @@ from cloudckpt.interop import hf_index, torch_file
 from cloudckpt.interop.dcp_files import open_dcp
 from cloudckpt.interop.foreign import Foreign, Origin, file_in
 from cloudckpt.interop.hf_files import open_hf
+from cloudckpt.interop.zarr_fetch import fetch_tiles
+from cloudckpt.interop.zarr_source import open_zarr_source
 from cloudckpt.plan.migrations import check_version
 from cloudckpt.plan.rename import Rules
 from cloudckpt.plan.rewrite import Rewrite
@@ -47,6 +49,7 @@ KINDS: dict[str, Kind] = {
     "dcp": Kind(open_dcp),
     "hf": Kind(open_hf, hf_index.SUFFIXES),
     "torch": Kind(torch_file.open_torch, torch_file.SUFFIXES),
+    "zarr": Kind(open_zarr_source, make_fetch=fetch_tiles),
 }
 
 

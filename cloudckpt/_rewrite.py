@@ -130,7 +130,7 @@ def rewrite(
                 rewriting.view(foreign, source.url),
                 rewriting.casts,
                 chunk_bytes=config.chunk_bytes,
-                window_bytes=reading.memory_bytes,
+                window_bytes=None if foreign.is_cut else reading.memory_bytes,
             )
             plan, windows = _share_out(plan, ranks, reading.memory_bytes)
             blueprint = rewriting.blueprint(foreign, plan, attempt)

@@ -87,6 +87,15 @@ def export(options: argparse.Namespace) -> int:
     return 0
 
 
+def references(options: argparse.Namespace) -> int:
+    from cloudckpt.cli.referencing import write_references
+    from cloudckpt.interop.zarr_references import ReferenceOptions
+
+    chosen = ReferenceOptions(options.names, options.template, options.base, options.plain_types)
+    write_references(options.url, options.storage_options, chosen, options.output)
+    return 0
+
+
 def verify(options: argparse.Namespace) -> int:
     from cloudckpt.cli.verifying import verify_checkpoint
 

@@ -94,6 +94,7 @@ def _add_interchange(commands: Any) -> None:
     )
     _add_changes(take)
     _add_export(commands)
+    _add_references(commands)
 
 
 def _add_export(commands: Any) -> None:
@@ -110,6 +111,25 @@ def _add_export(commands: Any) -> None:
     give.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one file, with hf (5GB)")
     give.add_argument(
         "--files", metavar="PATH", action="append", default=[], help="to copy along, with hf: config.json, ..."
+    )
+
+
+def _add_references(commands: Any) -> None:
+    references = _add(
+        commands,
+        "references",
+        "URL",
+        "write the file with which fsspec and stock zarr read a checkpoint",
+        run.references,
+    )
+    references.add_argument("--output", metavar="FILE", help="path or URL, replacing what is there (standard output)")
+    references.add_argument(
+        "--names", metavar="PATTERN", action="append", help="only arrays with such a dotted path; may be repeated"
+    )
+    references.add_argument("--template", action="store_true", help="begin all URLs with {{u}}, which readers can set")
+    references.add_argument("--base", metavar="URL", help="the URL by which readers know the checkpoint, if another")
+    references.add_argument(
+        "--plain-types", action="store_true", help="bfloat16 and float8 as integers: zarr alone has no such types"
     )
 
 

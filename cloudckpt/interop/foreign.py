@@ -14,7 +14,7 @@ import numpy as np
 from cloudckpt.config import Config
 from cloudckpt.format import values
 from cloudckpt.format.array_names import array_names
-from cloudckpt.format.document import FORMAT, VERSION, ArrayEntry, ChunkColumns, Document, ObjectEntry
+from cloudckpt.format.document import FORMAT, VERSION, ArrayEntry, ChunkColumns, ChunkTable, Document, ObjectEntry
 from cloudckpt.format.dtypes import dtype
 from cloudckpt.format.grid import DimCuts, Grid
 from cloudckpt.format.manifest import Manifest
@@ -80,12 +80,14 @@ class Foreign:
     """A state in files of another format.
 
     ``manifest``: of arrays without checksums (`describe`). ``made``: arrays that its tree names and that are made of
-    boxes of those. ``notes``: to warn the caller of.
+    boxes of those. ``notes``: to warn the caller of. ``is_cut``: arrays are best read by the grids of the manifest, and
+    a rewrite keeps them.
     """
 
     manifest: Manifest
     made: Mapping[str, VirtualArray] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    is_cut: bool = False
 
 
 def describe(
@@ -103,14 +105,12 @@ def describe(
     with an `ArrayRef` where a tensor is; without one, a flat dict of all arrays. The caller has checked that all arrays
     lie in their objects. Raises InvalidStateError for values that are not plain.
     """
-    names = dict(zip((a.name for a in arrays), array_names([(a.name,) for a in arrays]), strict=True))
-    assert len(names) == len(arrays), "two arrays have one name"
     if state is None:
         state = {array.name: ArrayRef(array.name) for array in arrays}
     grids = [Grid(array.shape, _row_cuts(array.shape, dtype(array.dtype).itemsize, chunk_bytes)) for array in arrays]
-    counts = [grid.num_chunks for grid in grids]
     nbytes = [grid.stored_elements * dtype(array.dtype).itemsize for array, grid in zip(arrays, grids, strict=True)]
     starts = [array.byte_offset + np.cumsum(size) - size for array, size in zip(arrays, nbytes, strict=True)]
+    counts = [grid.num_chunks for grid in grids]
     none = np.zeros(0, dtype=np.int64)
     columns = ChunkColumns.pack(
         np.repeat(np.array([array.object for array in arrays], dtype=np.int64), counts),
@@ -118,10 +118,33 @@ def describe(
         np.concatenate([none, *nbytes]),
         np.zeros(sum(counts), dtype=np.int64),
     )
+    kinds = [(array.name, array.dtype, grid) for array, grid in zip(arrays, grids, strict=True)]
+    return manifest_of(kinds, state, objects=objects, chunks=columns, step=step, metadata=metadata)
+
+
+def manifest_of(
+    arrays: Sequence[tuple[str, str, Grid]],
+    state: Any,
+    *,
+    objects: Sequence[tuple[str, int]] = (),
+    chunks: ChunkTable | None = None,
+    step: int | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """The manifest of arrays that are cut in some way: name, torch's dtype, grid.
+
+    Without ``chunks`` nothing tells where they lie, so that only a fetch of their own can read them.
+    """
+    names = dict(zip((name for name, _, _ in arrays), array_names([(name,) for name, _, _ in arrays]), strict=True))
+    assert len(names) == len(arrays), "two arrays have one name"
+    firsts = itertools.accumulate((grid.num_chunks for _, _, grid in arrays), initial=0)
     entries = tuple(
-        ArrayEntry(name=names[array.name], dtype=array.dtype, shape=array.shape, grid=grid.encode(), first_chunk=first)
-        for array, grid, first in zip(arrays, grids, itertools.accumulate(counts, initial=0), strict=False)
+        ArrayEntry(name=names[name], dtype=kind, shape=grid.shape, grid=grid.encode(), first_chunk=first)
+        for (name, kind, grid), first in zip(arrays, firsts, strict=False)
     )
+    if chunks is None:
+        nothing = np.zeros(sum(grid.num_chunks for _, _, grid in arrays), dtype=np.int64)
+        chunks = ChunkColumns.pack(nothing, nothing, nothing, nothing)
     document = Document(
         format=FORMAT,
         version=VERSION,
@@ -137,7 +160,7 @@ def describe(
         tree=values.encode(state, leaf=lambda _, value: _node(value, names)),
         arrays=entries,
         objects=tuple(ObjectEntry(key=key, nbytes=size, crc32c=0, rank=0) for key, size in objects),
-        chunks=columns,
+        chunks=chunks,
     )
     return Manifest(document, has_checksums=False)
 

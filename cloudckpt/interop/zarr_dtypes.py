@@ -15,7 +15,12 @@ import numpy as np
 from zarr.core.buffer.cpu import Buffer
 from zarr.core.dtype.common import DTypeJSON, HasEndianness, HasItemSize  # the bytes codec asks for these two
 from zarr.core.dtype.wrapper import TBaseDType
-from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
+from zarr.dtype import ZDType, data_type_registry
+
+try:
+    from zarr.errors import DataTypeValidationError  # type: ignore[attr-defined]  # where newer versions have it
+except ImportError:
+    from zarr.dtype import DataTypeValidationError
 
 __all__ = [
     "ALL",

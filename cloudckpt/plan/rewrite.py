@@ -40,13 +40,13 @@ class Rewrite:
 
 
 def plan_rewrite(
-    manifest: Manifest, view: View, casts: Mapping[str, str], *, chunk_bytes: int, window_bytes: int
+    manifest: Manifest, view: View, casts: Mapping[str, str], *, chunk_bytes: int, window_bytes: int | None
 ) -> Rewrite:
     """``casts``: dtypes by pattern of dotted paths (``fnmatch``), for float tensors; the first that matches counts.
 
     Arrays that no rule touches keep their chunks. Where those are but runs of bytes in somebody's file, chunks are cut
-    anew, so that a window of ``window_bytes`` over them is one run, too, and nothing is read for two windows. Raises
-    InvalidStateError for casts that cannot be, or match nothing.
+    anew, so that a window of ``window_bytes`` over them is one run, too, and nothing is read for two windows; None: all
+    are more than that, and stay. Raises InvalidStateError for casts that cannot be, or match nothing.
     """
     Changes.of(set(casts.values()), None)  # refuses what is never converted
     numbers: dict[str, int] = {}
@@ -82,7 +82,7 @@ def plan_rewrite(
 
 
 def _source(
-    manifest: Manifest, view: View, node: dict[str, Any], window_bytes: int
+    manifest: Manifest, view: View, node: dict[str, Any], window_bytes: int | None
 ) -> tuple[VirtualArray, tuple[Ints, Ints]]:
     """What an array is made of, and ``(start, end)`` of the boxes whose edges its chunks are to have."""
     number = manifest.array_index.get(node["array"])
@@ -90,7 +90,7 @@ def _source(
         entry, grid = manifest.arrays[number], manifest.grids[number]
         # As it is stored: what is flat stays flat, and its leaf goes on telling the shape.
         array = stored_array(number, entry.dtype, entry.shape)
-        if not manifest.has_checksums:
+        if not manifest.has_checksums and window_bytes is not None:
             grid = _bands(entry.shape, max(1, window_bytes // dtype(entry.dtype).itemsize))
         return array, chunk_bounds(grid, np.arange(grid.num_chunks))
     array = view.array(node)
