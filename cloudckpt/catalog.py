@@ -283,3 +283,8 @@ def withdraw(run: Store, saved: SavedStep) -> str | None:
     """Make a step of a run invisible, whose objects may be deleted afterwards. Returns why it could not be done."""
     key = f"{saved.name}/{MANIFEST}"
     return run.delete([key]).get(key)
+
+
+def withdraw_whole(checkpoint: Store) -> str | None:
+    """Make a checkpoint invisible that is no step of a run. Returns why it could not be done."""
+    return checkpoint.delete([MANIFEST]).get(MANIFEST)

@@ -17,6 +17,7 @@ from cloudckpt.format.keys import (
     MANIFEST,
     PIN,
     clock_dir,
+    is_pack,
     is_scratch,
     key_in_run,
     parse_attempt,
@@ -71,6 +72,34 @@ def is_pinned(run: Store, name: str) -> bool:
     except NotFoundError:
         return False
     return True
+
+
+def remove_checkpoint(checkpoint: Store) -> None:
+    """Remove the one whose root ``checkpoint`` is, and that no other refers to: a step of a run is for `Retention`.
+
+    What has no manifest is no checkpoint, and is left alone. Raises StoreError.
+    """
+    try:
+        checkpoint.size(MANIFEST)
+    except NotFoundError:
+        return
+    if (reason := catalog.withdraw_whole(checkpoint)) is not None:
+        raise StoreError(f"{checkpoint.url} could not be removed: {reason}", key=MANIFEST)
+    _delete(checkpoint, [info.key for info in checkpoint.list("") if parse_attempt(info.key) is not None])
+
+
+def remove_replaced(checkpoint: Store) -> None:
+    """Remove the packs that the committed checkpoint at this root has replaced, while nobody saves to it.
+
+    Raises StoreError.
+    """
+    used = {entry.key for entry in catalog.read_manifest(checkpoint).objects}
+    _delete(checkpoint, [info.key for info in checkpoint.list("") if is_pack(info.key) and info.key not in used])
+
+
+def _delete(checkpoint: Store, keys: Sequence[str]) -> None:
+    for key, reason in checkpoint.delete(keys).items():
+        raise StoreError(f"{key} in {checkpoint.url} could not be deleted: {reason}", key=key)
 
 
 class Retention:
