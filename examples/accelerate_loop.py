@@ -1,7 +1,7 @@
 """Accelerate: a training loop of one's own. Nothing of cloudckpt's is special to it.
 
-    python examples/accelerate_loop.py
-    torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py /tmp/accelerate
+python examples/accelerate_loop.py
+torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py /tmp/accelerate
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ def train(url: str, last_step: int) -> dict[int, float]:
     state = {"train": cloudckpt.TrainingState(model, optimizer, scheduler), "step": 0, "epoch": 0, "batch": 0}
     losses = {}
     with cloudckpt.Checkpointer(url, keep_last=2) as run:
-        try:
+        if run.latest() is not None:
             run.load(state)
-        except cloudckpt.errors.NotFoundError:
-            pass
         while state["step"] < last_step:
             loader.set_epoch(state["epoch"])
             for batch in accelerator.skip_first_batches(loader, state["batch"]):

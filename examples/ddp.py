@@ -1,6 +1,6 @@
 """Plain DDP: train, stop, resume, and end where an uninterrupted run does.
 
-    torchrun --standalone --nproc-per-node 2 examples/ddp.py /tmp/ddp
+torchrun --standalone --nproc-per-node 2 examples/ddp.py /tmp/ddp
 """
 
 from __future__ import annotations

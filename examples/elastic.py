@@ -32,7 +32,9 @@ def work(url: str, last_step: int, die_at: int) -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)))
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     # The position in the data is one number for the whole job, so that it means the same to any number of workers.
     state = {"train": cloudckpt.TrainingState(model, optimizer, rng=False), "samples_seen": 0}
@@ -84,7 +86,8 @@ def main() -> None:
     parser.add_argument("--die-at", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if "RANK" in os.environ:
-        return work(args.run, args.last_step, args.die_at)
+        work(args.run, args.last_step, args.die_at)
+        return
 
     url = args.run or tempfile.mkdtemp()
     before, after = args.workers

@@ -74,7 +74,7 @@ class Trainer:
             self.optimizers.step()
             self.lr_schedulers.step()
             self.optimizers.zero_grad()
-            losses[self.step] = float(loss)
+            losses[self.step] = loss.item()
             self.checkpointer.save(self.step, last_step=self.step == last_step)
         self.checkpointer.close()
         return losses

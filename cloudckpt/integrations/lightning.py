@@ -1,7 +1,7 @@
 """Lightning: checkpoints at any URL, sharded ones included.
 
-``Trainer(plugins=[CheckpointIO()])`` for one device and DDP; ``strategy=ModelParallelStrategy(...)`` beside it where the
-model is sharded. Everything else stays as it is: `ModelCheckpoint`, ``fit(ckpt_path="s3://...")``.
+``Trainer(plugins=[CheckpointIO()])`` for one device and DDP; ``strategy=ModelParallelStrategy(...)`` beside it where
+the model is sharded. Everything else stays as it is: `ModelCheckpoint`, ``fit(ckpt_path="s3://...")``.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class CheckpointIO(LightningCheckpointIO):
         self,
         path: str | os.PathLike[str],
         map_location: Any | None = None,
-        weights_only: bool | None = None,  # noqa: ARG002  # nothing executes either way
+        weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Everything, in CPU memory, or where ``map_location``, a device, says. Every rank that calls it reads all."""
         if callable(map_location) or isinstance(map_location, Mapping):
@@ -194,18 +194,16 @@ class ModelParallelStrategy(LightningModelParallelStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._checkpoint_io: LightningCheckpointIO | None = None
         if not self._save_distributed_checkpoint:
             raise InvalidStateError("save_distributed_checkpoint=False would gather the model on rank 0: leave it out")
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = CheckpointIO()
-        if not isinstance(self._checkpoint_io, CheckpointIO):
-            raise InvalidStateError(
-                f"{type(self).__name__} saves through cloudckpt's CheckpointIO, not a {type(self._checkpoint_io).__name__}"
-            )
-        return self._checkpoint_io
+        io = self._checkpoint_io = self._checkpoint_io or CheckpointIO()
+        if not isinstance(io, CheckpointIO):
+            raise InvalidStateError(f"this strategy saves through cloudckpt's CheckpointIO, not {type(io).__name__}")
+        return io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: LightningCheckpointIO) -> None:
@@ -230,7 +228,7 @@ class ModelParallelStrategy(LightningModelParallelStrategy):
     def load_checkpoint(
         self,
         checkpoint_path: str | os.PathLike[str],
-        weights_only: bool | None = None,  # noqa: ARG002  # nothing executes either way
+        weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Collective. Model and optimizers are in place afterwards; returns all else."""
         path = self.broadcast(os.fspath(checkpoint_path))

@@ -9,8 +9,8 @@ and ``--checkpoint.folder s3://bucket/run``. All other settings of ``checkpoint`
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,30 +23,35 @@ from cloudckpt.errors import InvalidStateError, MismatchError, NoBucketError, No
 from cloudckpt.format.keys import parse_step, step_dir
 
 
-class CheckpointManager(titan.CheckpointManager):  # type: ignore[misc, unused-ignore]  # skipped: see pyproject.toml
+class CheckpointManager(titan.CheckpointManager):
     """Saves to and loads from ``checkpoint.folder``, which may be a URL: then ``dump_folder`` is not put before it.
 
     ``async_mode``: both kinds save in the background, from buffers that are pinned where there is a device.
-    ``keep_latest_k`` is the run's ``keep_last``. ``options``: further ones of `Checkpointer`. What was saved on any mesh
-    is loaded on any other; torchtitan's data loader on as many data-parallel ranks only, so leave it out otherwise:
-    ``exclude_from_loading``. ``initial_load_path`` is a cloudckpt checkpoint, DCP's, or Hugging Face's.
+    ``keep_latest_k`` is the run's ``keep_last``. ``options``: further ones of `Checkpointer`. What was saved on any
+    mesh is loaded on any other; but torchtitan's data loader on as many data-parallel ranks only: leave it out
+    otherwise, by ``exclude_from_loading``. ``initial_load_path`` is a cloudckpt checkpoint, DCP's, or Hugging Face's.
     """
 
     def __init__(
-        self, *args: Any, checkpoint_config: Any, base_folder: str = "", options: Mapping[str, Any] | None = None, **rest: Any
+        self,
+        *args: Any,
+        checkpoint_config: Any,
+        base_folder: str = "",
+        options: Mapping[str, Any] | None = None,
+        **rest: Any,
     ) -> None:
         is_url = "://" in checkpoint_config.folder
         if is_url and checkpoint_config.last_save_in_hf:
-            raise InvalidStateError("last_save_in_hf writes local files only: use `cloudckpt export hf` on the last step")
-        super().__init__(
-            *args, checkpoint_config=checkpoint_config, base_folder="" if is_url else base_folder, **rest
-        )
+            raise InvalidStateError(
+                "last_save_in_hf writes local files only: use `cloudckpt export hf` on the last step"
+            )
+        super().__init__(*args, checkpoint_config=checkpoint_config, base_folder="" if is_url else base_folder, **rest)
         if self.ft_manager:
             raise InvalidStateError("torchft's checkpoints of each replica are not supported")
         self._run: Checkpointer | None = None
         if not self.enable:
             return
-        if self.async_mode != titan.AsyncMode.DISABLED:
+        if checkpoint_config.async_mode != titan.AsyncMode.DISABLED:
             self.async_mode, self.enable_staging = titan.AsyncMode.ASYNC, False
         self._options = {"keep_last": self.keep_latest_k or None, **(options or {})}
         self._run = Checkpointer(self.folder, **self._options)
@@ -85,17 +90,15 @@ class CheckpointManager(titan.CheckpointManager):  # type: ignore[misc, unused-i
             super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
             return None
         assert self._run is not None
-        step = parse_step(os.path.basename(checkpoint_id))
+        step = parse_step(checkpoint_id.rpartition("/")[2])
         assert step is not None
         if async_mode != titan.AsyncMode.DISABLED:
             return self._run.async_save(step, state_dict, overwrite=True)
         self._run.save(step, state_dict, overwrite=True)
         return None
 
-    def dcp_load(
-        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
-    ) -> None:
-        if from_hf or os.path.exists(os.path.join(checkpoint_id, ".metadata")):
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        if from_hf or Path(checkpoint_id, ".metadata").exists():
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         given = {name: self._options[name] for name in ("storage_options", "group", "config") if name in self._options}

@@ -19,7 +19,7 @@ from cloudckpt.pytorch.rng import rng_state, set_rng_state
 from cloudckpt.pytorch.training import TrainingState
 
 
-class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # skipped: see pyproject.toml
+class CheckpointCallback(TrainerCallback):
     """Saves model, optimizer, scheduler, random numbers and the Trainer's own progress to ``run``. Adds itself.
 
     ::

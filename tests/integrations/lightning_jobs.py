@@ -57,7 +57,9 @@ def fit(
     **settings: Any,
 ) -> tuple[Net, ModelCheckpoint, pl.Trainer]:
     module = module or Net()
-    callback = ModelCheckpoint(dirpath=run, filename="{epoch}", monitor=monitor, save_last=True, **{"save_top_k": -1, **settings})
+    callback = ModelCheckpoint(
+        dirpath=run, filename="{epoch}", monitor=monitor, save_last=True, **{"save_top_k": -1, **settings}
+    )
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=devices,
