@@ -74,32 +74,37 @@ def is_pinned(run: Store, name: str) -> bool:
     return True
 
 
-def remove_checkpoint(checkpoint: Store) -> None:
-    """Remove the one whose root ``checkpoint`` is, and that no other refers to: a step of a run is for `Retention`.
+def remove_checkpoint(parent: Store, name: str) -> None:
+    """Remove the checkpoint in directory ``name``, which no other refers to: a step of a run is for `Retention`.
 
     What has no manifest is no checkpoint, and is left alone. Raises StoreError.
     """
     try:
-        checkpoint.size(MANIFEST)
+        parent.size(f"{name}/{MANIFEST}")
     except NotFoundError:
         return
-    if (reason := catalog.withdraw_whole(checkpoint)) is not None:
-        raise StoreError(f"{checkpoint.url} could not be removed: {reason}", key=MANIFEST)
-    _delete(checkpoint, [info.key for info in checkpoint.list("") if parse_attempt(info.key) is not None])
+    if (reason := catalog.withdraw(parent, name)) is not None:
+        raise StoreError(f"{parent.url}/{name} could not be removed: {reason}", key=f"{name}/{MANIFEST}")
+    _delete(parent, [key for key in _keys(parent, name) if parse_attempt(split_run_key(key)[1]) is not None])
 
 
-def remove_replaced(checkpoint: Store) -> None:
-    """Remove the packs that the committed checkpoint at this root has replaced, while nobody saves to it.
+def remove_replaced(parent: Store, name: str) -> None:
+    """Remove the packs that the committed checkpoint in directory ``name`` has replaced, while nobody saves to it.
 
     Raises StoreError.
     """
-    used = {entry.key for entry in catalog.read_manifest(checkpoint).objects}
-    _delete(checkpoint, [info.key for info in checkpoint.list("") if is_pack(info.key) and info.key not in used])
+    manifest = decode_manifest(parent.get(f"{name}/{MANIFEST}"), f"{parent.url}/{name}")
+    used = {key_in_run(name, entry.key) for entry in manifest.objects}
+    _delete(parent, [key for key in _keys(parent, name) if is_pack(split_run_key(key)[1]) and key not in used])
 
 
-def _delete(checkpoint: Store, keys: Sequence[str]) -> None:
-    for key, reason in checkpoint.delete(keys).items():
-        raise StoreError(f"{key} in {checkpoint.url} could not be deleted: {reason}", key=key)
+def _keys(parent: Store, name: str) -> list[str]:
+    return [info.key for info in parent.list(name)]
+
+
+def _delete(parent: Store, keys: Sequence[str]) -> None:
+    for key, reason in parent.delete(keys).items():
+        raise StoreError(f"{key} in {parent.url} could not be deleted: {reason}", key=key)
 
 
 class Retention:
@@ -134,7 +139,7 @@ class Retention:
         candidates = dict(self._left)
         victims = []
         for saved, objects in self._victims(steps, busy):
-            if not dry_run and (reason := catalog.withdraw(self._run, saved)) is not None:
+            if not dry_run and (reason := catalog.withdraw(self._run, saved.name)) is not None:
                 failed[f"{saved.name}/{MANIFEST}"] = reason
                 continue
             victims.append(saved)

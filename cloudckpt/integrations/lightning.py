@@ -32,9 +32,9 @@ from cloudckpt.config import Config
 from cloudckpt.errors import InvalidStateError, MismatchError
 from cloudckpt.retention import remove_checkpoint, remove_replaced
 from cloudckpt.store.base import Store
-from cloudckpt.store.resolve import resolve
+from cloudckpt.store.resolve import resolve, url_text
 
-_Removal = tuple[str | os.PathLike[str], Callable[[Store], None], Mapping[str, Any]]
+_Removal = tuple[str | os.PathLike[str], Callable[[Store, str], None], Mapping[str, Any]]
 
 _SHARDED = ("state_dict", "optimizer_states")
 """What of Lightning's dict is sharded; all else are plain values, equal on all ranks."""
@@ -164,11 +164,12 @@ class CheckpointIO(LightningCheckpointIO):
         if pending is not None:
             pending.result()
         for path, remove, storage_options in removals:
-            store = resolve(path, storage_options, self._config)
+            folder, _, name = url_text(path).rpartition("/")
+            parent = resolve(folder or ".", storage_options, self._config)
             try:
-                remove(store)
+                remove(parent, name)
             finally:
-                store.close()
+                parent.close()
 
     def _read(self, path: str | os.PathLike[str], names: list[str] | None = None) -> dict[str, Any]:
         checkpoint: dict[str, Any] = read(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import cloudckpt
+from cloudckpt.errors import CloudckptError
 from cloudckpt.integrations.lightning import CheckpointIO, ModelParallelStrategy
 
 
@@ -108,7 +108,6 @@ class _Place(LightningEnvironment):
 
 def fit_sharded(run: str, epochs: int, ckpt_path: str | None = None, **options: Any) -> dict[str, torch.Tensor]:
     """What each rank of a pool does; all whole weights."""
-    warnings.simplefilter("ignore")
     size = torch.distributed.get_world_size()
     strategy = ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1)
     io = CheckpointIO(**options)
@@ -119,13 +118,36 @@ def fit_sharded(run: str, epochs: int, ckpt_path: str | None = None, **options: 
 
 
 def fit_ddp(run: str, epochs: int, ckpt_path: str | None = None) -> dict[str, torch.Tensor]:
-    warnings.simplefilter("ignore")
     size = torch.distributed.get_world_size()
     module, _, _ = fit(run, epochs, ckpt_path=ckpt_path, strategy="ddp", plugins=[_Place()], devices=size)
     return weights(module)
 
 
-def chunks_by_rank(path: str) -> int:
+def validate_sharded(ckpt_path: str) -> float:
+    size = torch.distributed.get_world_size()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=size,
+        strategy=ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1),
+        plugins=[_Place()],
+        logger=False,
+        use_distributed_sampler=False,
+        enable_progress_bar=False,
+    )
+    (result,) = trainer.validate(Net(), batches(), ckpt_path=ckpt_path, verbose=False)
+    return float(result["val"])
+
+
+def error_of(name: str, *args: Any) -> tuple[str, str]:
+    """Class and text of what a function of this module raises."""
+    try:
+        globals()[name](*args)
+    except CloudckptError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was raised")
+
+
+def num_writers(path: Path) -> int:
     """How many ranks have written to a checkpoint."""
     with cloudckpt.open_checkpoint(path) as checkpoint:
         return len({Path(entry.key).name[:6] for entry in checkpoint.manifest.objects})
