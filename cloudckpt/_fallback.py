@@ -59,7 +59,7 @@ def give_up(ranks: Group, fallback: Place, num_waiting: int, *, config: Config) 
     def withdraw() -> list[str]:
         with fallback.open(config) as store:
             old = catalog.find_steps(store).committed[num_waiting:]
-            return [saved.name for saved in old if catalog.withdraw(store, saved) is None]
+            return [saved.name for saved in old if catalog.withdraw(store, saved.name) is None]
 
     names = ranks.round(lambda: None, lambda _: withdraw())
     for name in names:

@@ -279,7 +279,10 @@ def read_step(run: Store, name: str) -> SavedStep | None:
     return SavedStep(step, head.branch, name, head.commit_id)
 
 
-def withdraw(run: Store, saved: SavedStep) -> str | None:
-    """Make a step of a run invisible, whose objects may be deleted afterwards. Returns why it could not be done."""
-    key = f"{saved.name}/{MANIFEST}"
+def withdraw(run: Store, name: str) -> str | None:
+    """Make the checkpoint in directory ``name`` invisible, whose objects may be deleted afterwards.
+
+    Returns why it could not be done.
+    """
+    key = f"{name}/{MANIFEST}"
     return run.delete([key]).get(key)

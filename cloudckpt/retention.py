@@ -17,6 +17,7 @@ from cloudckpt.format.keys import (
     MANIFEST,
     PIN,
     clock_dir,
+    is_pack,
     is_scratch,
     key_in_run,
     parse_attempt,
@@ -73,6 +74,39 @@ def is_pinned(run: Store, name: str) -> bool:
     return True
 
 
+def remove_checkpoint(parent: Store, name: str) -> None:
+    """Remove the checkpoint in directory ``name``, which no other refers to: a step of a run is for `Retention`.
+
+    What has no manifest is no checkpoint, and is left alone. Raises StoreError.
+    """
+    try:
+        parent.size(f"{name}/{MANIFEST}")
+    except NotFoundError:
+        return
+    if (reason := catalog.withdraw(parent, name)) is not None:
+        raise StoreError(f"{parent.url}/{name} could not be removed: {reason}", key=f"{name}/{MANIFEST}")
+    _delete(parent, [key for key in _keys(parent, name) if parse_attempt(split_run_key(key)[1]) is not None])
+
+
+def remove_replaced(parent: Store, name: str) -> None:
+    """Remove the packs that the committed checkpoint in directory ``name`` has replaced, while nobody saves to it.
+
+    Raises StoreError.
+    """
+    manifest = decode_manifest(parent.get(f"{name}/{MANIFEST}"), f"{parent.url}/{name}")
+    used = {key_in_run(name, entry.key) for entry in manifest.objects}
+    _delete(parent, [key for key in _keys(parent, name) if is_pack(split_run_key(key)[1]) and key not in used])
+
+
+def _keys(parent: Store, name: str) -> list[str]:
+    return [info.key for info in parent.list(name)]
+
+
+def _delete(parent: Store, keys: Sequence[str]) -> None:
+    for key, reason in parent.delete(keys).items():
+        raise StoreError(f"{key} in {parent.url} could not be deleted: {reason}", key=key)
+
+
 class Retention:
     """Removes from the run whose root ``run`` is. For one thread at a time.
 
@@ -105,7 +139,7 @@ class Retention:
         candidates = dict(self._left)
         victims = []
         for saved, objects in self._victims(steps, busy):
-            if not dry_run and (reason := catalog.withdraw(self._run, saved)) is not None:
+            if not dry_run and (reason := catalog.withdraw(self._run, saved.name)) is not None:
                 failed[f"{saved.name}/{MANIFEST}"] = reason
                 continue
             victims.append(saved)

@@ -20,6 +20,7 @@ _STEP = re.compile(rf"step-([0-9]{{1,{_MAX_STEP_DIGITS}}})")
 _LEASE = re.compile(r"([^/]+)/([0-9a-f]{12})/lease")
 _OWN_LEASE = re.compile(r"[0-9a-f]{12}/lease")
 _ATTEMPT = re.compile(r"([0-9a-f]{12})(\.zarr|\.sync)?/.*", re.DOTALL)
+_PACK = re.compile(r"[0-9a-f]{12}/r[0-9]{5,9}-[0-9]{3,9}\.zarr\.zip")
 _SCRATCH = re.compile(r"(.*/)?\.cloudckpt-(probe|clock|tmp)-.*", re.DOTALL)
 _CHUNK = re.compile(r"(.+)/c((?:/(?:0|[1-9][0-9]{0,17}))*)")
 _KEY_FAULTS = {
@@ -71,6 +72,11 @@ def clock_dir() -> str:
 def pack_key(attempt: str, rank: int, index: int) -> str:
     """The key, relative to the checkpoint, of the ``index``-th pack that ``rank`` writes."""
     return f"{attempt}/r{rank:05d}-{index:03d}.zarr.zip"
+
+
+def is_pack(key: str) -> bool:
+    """Whether an object of a checkpoint is a pack, of whatever attempt."""
+    return _PACK.fullmatch(key) is not None
 
 
 def plain_root(attempt: str) -> str:
