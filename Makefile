@@ -1,7 +1,7 @@
 # Everything goes through one virtual environment, .venv, which `make setup` creates.
 PYTHON ?= python3
-# Two workers keep both cores busy while multi-process tests wait; a module's tests share its servers.
-PYTEST_ARGS ?= -n 2 --dist loadscope
+# More workers than cores, since a third of the time multi-process tests wait; a module's tests share its servers.
+PYTEST_ARGS ?= -n 3 --dist loadscope
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 VENV := .venv

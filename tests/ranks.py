@@ -1,7 +1,8 @@
 """Real processes that run a function as the ranks of one job, on gloo or on a backend of the test's own.
 
-Starting a Python with torch takes seconds, so the processes are kept and used again; every call
-sets up a new process group, with a rendezvous of its own.
+Starting a Python with torch takes seconds, so all processes are forked from a server that has imported it, and are
+kept and used again; every call sets up a new process group, with a rendezvous of its own. The server never has a second
+thread (see `kills.Zygote` for why that matters), and imports nothing of cloudckpt: a rank imports what is tested.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+
+import pytest
 
 TIMEOUT_S = 100.0
 
@@ -36,6 +39,9 @@ def _serve(pipe: Connection, backend: str, prepare: Callable[[], None] | None) -
             limit = timedelta(seconds=TIMEOUT_S)
             store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+            # Or a rank that is done at once would close connections that another has yet to see made.
+            store.set(f"connected/{rank}", b"")
+            store.wait([f"connected/{r}" for r in range(world_size)])
             try:
                 answer = (True, function(*args))
             finally:
@@ -87,12 +93,20 @@ class RankPool:
         self._workers.clear()
 
 
+IMPORTED = ["torch.distributed.tensor", "boto3", "numcodecs", "obstore", "s3fs"]
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
 def _start(backend: str, prepare: Callable[[], None] | None) -> tuple[Any, Connection]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, backend, prepare), daemon=True)
     # gloo would look up the host's name, which need not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    process.start()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ONE_THREAD.items():
+            patch.setenv(name, value)
+        process.start()
     theirs.close()
     return process, ours

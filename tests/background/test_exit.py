@@ -132,6 +132,7 @@ save(3.0, to=url + "-3").result()
 @pytest.mark.parametrize("executor", ["process"])
 def test_interrupts_do_not_reach_the_save(tmp_path: Path, executor: str):
     script = """
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 pending = save(1.0)
 try:
     os.kill(os.getpid(), signal.SIGINT)

@@ -89,7 +89,7 @@ def test_all_connections_share_the_rate(latency_s: float):
         for fetcher in fetchers:
             fetcher.join()
         # Never faster; how much slower depends on the machine.
-        assert 0.95 < time.monotonic() - start < 5
+        assert time.monotonic() - start > 0.95
         assert link.counts == relay.Counts(4, 4_000_000, 4)
 
 

@@ -24,7 +24,7 @@ class Refusing(FaultyS3):
         return self._refusal if self._has_checksum(request) else super().answer(request)
 
 
-@pytest.fixture(params=[400, 501])
+@pytest.fixture
 def server(request: pytest.FixtureRequest) -> Iterator[Refusing]:
     running = Refusing(request.param)
     running.start()
@@ -32,8 +32,21 @@ def server(request: pytest.FixtureRequest) -> Iterator[Refusing]:
     running.stop()
 
 
-@pytest.mark.parametrize("layout", ["packed", "zarr"])
-@pytest.mark.parametrize("engine", ["auto", "fsspec"])
+# All requests of the plain layout are among those of the packed one.
+@pytest.mark.parametrize(
+    ("server", "engine", "layout"),
+    [
+        (400, "auto", "packed"),
+        (501, "auto", "packed"),
+        (501, "fsspec", "packed"),
+        (400, "auto", "zarr"),
+        (400, "fsspec", "zarr"),
+        pytest.param(400, "fsspec", "packed", marks=pytest.mark.long),
+        pytest.param(501, "auto", "zarr", marks=pytest.mark.long),
+        pytest.param(501, "fsspec", "zarr", marks=pytest.mark.long),
+    ],
+    indirect=["server"],
+)
 def test_save_load_and_delete_pass_without_any_setting(server: Refusing, engine: str, layout: str):
     place = Place("s3://bkt/run", server.storage_options, engine)
     state = {"small": torch.arange(4.0), "large": torch.arange(11 * MIB // 4, dtype=torch.int32)}

@@ -43,9 +43,28 @@ cloudckpt.async_save(state, url + "/after", storage_options=options, config=conf
 """
 
 
+ALL = [(executor, running) for executor in ("thread", "process") for running in ("idle", "running", "first")]
+
+
+def is_long(place: str, executor: str, running: str) -> bool:
+    """What a helper does is the same for every store, since it opens its own after the fork."""
+    return executor == "process" and (place, running) not in {
+        ("local", "idle"),
+        ("local", "first"),
+        ("juicefs", "running"),
+    }
+
+
 # "first": the save that goes on is what imports the store's client, and more.
-@pytest.mark.parametrize("running", ["idle", "running", "first"])
-@pytest.mark.parametrize("executor", ["thread", "process"])
+@pytest.mark.parametrize(
+    ("place", "executor", "running"),
+    [
+        pytest.param(place, *case, marks=pytest.mark.long if is_long(place, *case) else (), id="-".join([place, *case]))
+        for place in ("local", "juicefs", "juicefs-fsspec")
+        for case in ALL
+    ],
+    indirect=["place"],
+)
 def test_a_forked_child(place: Place, executor: str, running: str):
     import json
 

@@ -23,8 +23,9 @@ cloudckpt.async_save({"w": torch.ones(1000)}, url, executor=executor)
 """
 
 
+# That a healthy save is finished is asserted by background/test_exit.py, too.
 @pytest.mark.parametrize("executor", ["thread", "process"])
-@pytest.mark.parametrize("fails", ["no", "yes"])
+@pytest.mark.parametrize("fails", [pytest.param("no", marks=pytest.mark.long), "yes"])
 def test_a_single_save_and_the_end_of_the_process(tmp_path: Path, executor: str, fails: str):
     url = str(tmp_path / "a")
     command = [sys.executable, "-c", SCRIPT, url, executor, fails]

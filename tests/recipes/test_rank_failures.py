@@ -234,7 +234,7 @@ def test_a_rank_with_an_unusable_target(ranks: RankPool, tmp_path: Path):
     for error in ranks.run(2, load_into_unusable, str(tmp_path / "c")):
         assert "int" in str(error)
         assert "in place" in str(error)
-    assert time.monotonic() - start < 2 * MOST_SECONDS
+    assert time.monotonic() - start < 25
 
 
 def save_late(url: str, late: int) -> CloudckptError | None:
