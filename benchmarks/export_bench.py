@@ -153,7 +153,8 @@ def main() -> int:
         cpu_s, extra = median(figures.cpu_s[name]) / args.mib * 1024, max(figures.extra_mib[name])
         print(f"{name:7}: {seconds} s, {cpu_s:.2f} CPU s/GiB, at most {extra:.0f} MiB more memory")
     for name, ratios in figures.speed_ratios.items():
-        print(f"{name} / copy: {median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f}), at least 0.7 for an export")
+        print(f"speed of {name} / copy: {median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})")
+    print(f"promised: export / copy at least 0.7, at most {MOST_MEMORY_MIB} MiB for export and import")
     return 0
 
 

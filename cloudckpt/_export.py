@@ -13,7 +13,7 @@ from cloudckpt.errors import InterruptedTransferError
 from cloudckpt.interop.foreign import Foreign
 from cloudckpt.plan.runs import RunSizes, plan_runs
 from cloudckpt.progress import Advance
-from cloudckpt.pytorch.runs import RunMemory, RunReader, RunSource
+from cloudckpt.pytorch.runs import BLOCK_BYTES, RunMemory, RunReader, RunSource
 from cloudckpt.store.base import Buffer, Store, UploadBrokenError
 from cloudckpt.store.parts import part_size
 from cloudckpt.store.retry import Backoff
@@ -53,13 +53,14 @@ class Widths:
     def of(files: Sequence[ExportFile], config: Config) -> Widths:
         memory_bytes = config.memory_bytes // 4
         run_bytes = max(1, min(4 * MIB, memory_bytes // 16))
-        # What an upload holds until it gets more: a part that is not full, and the run that was written last.
+        # What an upload holds until it gets more: a part that is not full, with the blocks at its two ends, and the
+        # block that was written last.
         largest_part = part_size(max((file.nbytes for file in files), default=0), config.part_bytes)
-        held_by_each = largest_part + run_bytes
-        num_files = max(1, min(FILES_AT_A_TIME, len(files), memory_bytes // (4 * held_by_each)))
+        held_by_each = largest_part + 3 * max(run_bytes, BLOCK_BYTES)
+        num_files = max(1, min(FILES_AT_A_TIME, len(files), memory_bytes // (2 * held_by_each)))
         held_bytes = num_files * held_by_each
         window_bytes = max(run_bytes, memory_bytes // 8)
-        sizes = RunSizes(run_bytes, window_bytes, max(window_bytes, memory_bytes - held_bytes))
+        sizes = RunSizes(run_bytes, window_bytes, max(memory_bytes // 2, memory_bytes - held_bytes))
         reading = replace(config, memory_bytes=max(1, config.memory_bytes // 8 // num_files))
         return Widths(num_files, memory_bytes, held_bytes, sizes, reading)
 
@@ -114,7 +115,10 @@ def write_files(
             backoff = backoff or Backoff(config.retry_deadline_s)
             backoff.pause(broken)
 
-    run_all((partial(write, file) for file in files), num_threads=widths.num_files, cancel=cancel, stop=stop)
+    try:
+        run_all((partial(write, file) for file in files), num_threads=widths.num_files, cancel=cancel, stop=stop)
+    finally:
+        stop.set()  # also where somebody has pressed Ctrl-C
 
 
 def _stream(

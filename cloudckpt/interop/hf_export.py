@@ -13,7 +13,7 @@ from cloudckpt.errors import FormatError, InvalidStateError
 from cloudckpt.format.dtypes import DTYPES, from_numpy, numpy_dtype
 from cloudckpt.format.tree import is_array
 from cloudckpt.interop.safetensors_writer import DTYPE_NAMES, METADATA, Entry, encode_header, has_dtype, in_file_order
-from cloudckpt.plan.hf_shards import INDEX, file_names, split
+from cloudckpt.plan.hf_shards import file_names, split
 from cloudckpt.plan.moves import Leaf
 from cloudckpt.plan.selection import Selection, kind_of
 from cloudckpt.plan.virtual import VirtualArray
@@ -56,10 +56,6 @@ class HfPlan:
     @property
     def data_nbytes(self) -> int:
         return sum(file.data_nbytes for file in self.files)
-
-    @property
-    def new_index(self) -> str | None:
-        return None if self.index is None else INDEX
 
 
 def float_name(name: Any) -> str:

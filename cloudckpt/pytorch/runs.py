@@ -31,15 +31,17 @@ Fetch: TypeAlias = Callable[[Targets], None]
 WINDOWS_AHEAD = 2
 """One that is being read, and one that is waited for to be taken when there is memory again."""
 
-_GRAIN_BYTES = 256 * KIB
+BLOCK_BYTES = 256 * KIB
+"""Small runs that follow each other are handed out in blocks of so much."""
+
 _POLL_S = 0.1
 
 
 class RunMemory:
     """Buffers for runs, of ``nbytes`` together at most; one is free again when the array that ``take`` gave is freed.
 
-    ``held_bytes``: what those who write may hold on to until they get more: the last run, an upload's part that is not
-    full yet. While no more than this is lent, any request is granted, so that none is waited for in vain.
+    ``held_bytes``: what those who write may hold on to until they get more: the last block, an upload's part that is
+    not full yet. While no more than this is lent, any request is granted, so that none is waited for in vain.
 
     Buffers are used again, since fresh memory costs a page fault every 4 KiB. For use by any threads.
     """
@@ -57,7 +59,7 @@ class RunMemory:
 
         Raises InterruptedTransferError where ``is_over`` says so while it waits.
         """
-        rounded = [-(-size // _GRAIN_BYTES) * _GRAIN_BYTES if size > _GRAIN_BYTES else size for size in sizes]
+        rounded = [-(-size // BLOCK_BYTES) * BLOCK_BYTES if size > BLOCK_BYTES else size for size in sizes]
         total = sum(rounded)
         with self._changed:
             while self._lent > self._held_bytes and self._lent + total > self._nbytes:
@@ -89,7 +91,7 @@ class RunMemory:
     def _take_back(self, base: Bytes1D) -> None:
         with self._changed:
             self._lent -= len(base)
-            if len(base) >= _GRAIN_BYTES:
+            if len(base) >= BLOCK_BYTES:
                 self._free.setdefault(len(base), []).append(base)
                 self._kept += len(base)
             self._changed.notify_all()
@@ -195,7 +197,7 @@ class RunReader:
         filled = 0
         for run in window:
             nbytes = self._nbytes(run)
-            if block and (filled + nbytes > _GRAIN_BYTES or filled % self._sources[run.array].itemsize):
+            if block and (filled + nbytes > BLOCK_BYTES or filled % self._sources[run.array].itemsize):
                 yield block
                 block, filled = [], 0
             block.append(run)
