@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ import pytest
 
 from tests.examples.within import EXAMPLES, run_in_rank
 from tests.ranks import RankPool
+
+pytestmark = pytest.mark.timeout(600)  # many interpreters are started one after the other
 
 ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(EXAMPLES.parent)}
 
@@ -29,16 +32,22 @@ def run(name: str, *arguments: str, ranks: int | None = None, needs: str | None 
     """What an example prints, in one process, or under torchrun in ``ranks`` of them."""
     skip_without(needs)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, *torchrun, str(EXAMPLES / name), *arguments],
         env=os.environ | ENV,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=170,
-        check=False,
+        start_new_session=True,  # so that nothing of it outlives a test that is cut off
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    try:
+        out, err = process.communicate()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    assert process.returncode == 0, out + err
+    return out
 
 
 @pytest.mark.parametrize(("name", "needs"), [("ddp", None), ("fsdp2", None), ("titan", "torchtitan")], ids=str)
