@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.ModuleDict({"wq": torch.nn.Linear(8, 8)})])})
 optimizer = torch.optim.AdamW(model.parameters())
@@ -24,3 +25,6 @@ def nothing_changed():
     return []
 """
 )
+
+Path("models/llama").mkdir(parents=True)
+save_file(model.state_dict(), "models/llama/model.safetensors")
