@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -75,8 +76,9 @@ def measure_export(mib: int = 1024, repeat: int = 3) -> ExportFigures:
         cloudckpt.save(model(mib), f"s3://{BUCKET}/source", **common)
         cloudckpt.save(model(1), f"s3://{BUCKET}/small", **common)
         for turn in range(repeat):
-            _run(figures, "export", server.storage_options, turn)  # what is exported is then imported
-            for name in ("copy", "import") if turn % 2 else ("import", "copy"):
+            # What is exported is then imported.
+            for name in ("export", "import", "copy") if turn % 2 else ("copy", "export", "import"):
+                os.sync()  # what the last one left to be written back is not this one's burden
                 _run(figures, name, server.storage_options, turn)
             _clear(server, turn)
     return figures

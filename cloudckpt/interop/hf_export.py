@@ -12,7 +12,8 @@ from typing import Any
 from cloudckpt.errors import FormatError, InvalidStateError
 from cloudckpt.format.dtypes import DTYPES, from_numpy, numpy_dtype
 from cloudckpt.format.tree import is_array
-from cloudckpt.interop.safetensors_writer import DTYPE_NAMES, METADATA, Entry, encode_header, has_dtype, in_file_order
+from cloudckpt.interop.safetensors_header import METADATA
+from cloudckpt.interop.safetensors_writer import DTYPE_NAMES, Entry, encode_header, has_dtype, in_file_order
 from cloudckpt.plan.hf_shards import file_names, split
 from cloudckpt.plan.moves import Leaf
 from cloudckpt.plan.selection import Selection, kind_of

@@ -9,10 +9,7 @@ from types import MappingProxyType
 
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.dtypes import dtype
-
-METADATA = "__metadata__"
-MAX_HEADER_BYTES = 100_000_000
-"""The official library reads no longer ones."""
+from cloudckpt.interop.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, METADATA
 
 _PACKED = "float4_e2m1fn_x2"
 """Two elements of the format in one of torch's, along the last dim."""
@@ -92,4 +89,4 @@ def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> byte
             f"{len(entries)} tensors make a header of {len(text)} bytes, and readers take {MAX_HEADER_BYTES} at most: "
             "ask for smaller files with max_shard_bytes"
         )
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
