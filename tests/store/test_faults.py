@@ -16,7 +16,7 @@ from tests.servers.faults import ALWAYS, Fault, FaultyS3, faulty_s3
 from tests.store.conformance import pattern, read
 
 # Long enough for a few tries with their waits of up to 0.1, 0.2, 0.4 s; short enough to give up.
-PATIENT = Config(part_bytes=5 * MIB, retry_deadline_s=20.0, request_timeout_s=10.0, num_threads=4)
+PATIENT = Config(part_bytes=5 * MIB, retry_deadline_s=60.0, request_timeout_s=10.0, num_threads=4)
 HASTY = Config(part_bytes=5 * MIB, retry_deadline_s=1.0, request_timeout_s=0.5, num_threads=4)
 MOST_TRIES = 60
 
