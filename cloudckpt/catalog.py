@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 
@@ -17,6 +18,9 @@ from cloudckpt.store.base import Store, byte_view
 
 HEAD_BYTES = 512
 """Holds all that `Head` has; no manifest is shorter."""
+
+_LOOKED_AT = 1000
+"""Keys of a place without a manifest, to tell what else it is; one page of a listing."""
 
 WEAK_SETTLE_S = 0.1
 """On stores that ignore conditions: the least time that a rival's put gets to show up before the read-back."""
@@ -31,7 +35,7 @@ def read_manifest_bytes(store: Store) -> bytes:
     except NotFoundError as error:
         if _holds_objects(store):
             raise NotFoundError(
-                f"{store.url} holds objects but no manifest: the checkpoint was never committed{_hint_at_steps(store)}"
+                f"{store.url} holds objects but no manifest: the checkpoint was never committed{_hint(store)}"
             ) from error
         raise NotFoundError(f"no checkpoint at {store.url}") from error
 
@@ -183,9 +187,17 @@ def _holds_objects(store: Store) -> bool:
     return next(iter(store.list("")), None) is not None
 
 
-def _hint_at_steps(store: Store) -> str:
+def _hint(store: Store) -> str:
+    """At what is there instead of a checkpoint."""
     steps = [name for name in store.common_prefixes("") if parse_step(name) is not None]
-    return f" (it looks like a run: its steps are {', '.join(steps[:5])})" if steps else ""
+    if steps:
+        return f" (it looks like a run: its steps are {', '.join(steps[:5])})"
+    keys = [info.key for info in islice(store.list(""), _LOOKED_AT) if "/" not in info.key]
+    if ".metadata" in keys:
+        return " (it looks like a checkpoint of torch DCP: see `cloudckpt import dcp`)"
+    if any(key.endswith(".safetensors") for key in keys):
+        return " (it has safetensors files: see load_hf and `cloudckpt import hf`)"
+    return ""
 
 
 @dataclass(frozen=True)

@@ -188,3 +188,5 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "holds a DCP checkpoint" in capsys.readouterr().err
     assert main([*arguments, "--overwrite", "--files", "x"]) == 1
     assert "--files is for hf" in capsys.readouterr().err
+    assert main([*arguments, "--overwrite", "--max-shard-size", "1GB"]) == 1
+    assert "--max-shard-size is for hf" in capsys.readouterr().err

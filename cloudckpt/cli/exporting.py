@@ -22,7 +22,7 @@ class Wanted:
     include: Sequence[str]
     rename: Sequence[tuple[str, str]]
     dtype: Sequence[str]
-    max_shard_size: str
+    max_shard_size: str | None
     files: Sequence[str]
     overwrite: bool
 
@@ -36,8 +36,9 @@ def export_checkpoint(
     wanted: Wanted,
 ) -> None:
     start = time.monotonic()
-    if kind != "hf" and wanted.files:
-        raise InvalidStateError(f"--files is for hf, not for {kind}")
+    for option, given in (("--files", wanted.files != []), ("--max-shard-size", wanted.max_shard_size is not None)):
+        if kind != "hf" and given:
+            raise InvalidStateError(f"{option} is for hf, not for {kind}")
     with launched_job() as rank, progress_bar(f"export {kind}") as progress:
         common: dict[str, Any] = {
             "include": wanted.include or None,
@@ -56,7 +57,7 @@ def export_checkpoint(
                 src,
                 dst,
                 dtype=_dtypes(wanted.dtype),
-                max_shard_bytes=wanted.max_shard_size,
+                max_shard_bytes="5GB" if wanted.max_shard_size is None else wanted.max_shard_size,
                 files=wanted.files,
                 **common,
             )

@@ -108,7 +108,7 @@ def _add_export(commands: Any) -> None:
     give.add_argument(
         "--dtype", metavar="[PATTERN=]DTYPE", action="append", default=[], help="what floats become: bf16 (as they are)"
     )
-    give.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one file, with hf (5GB)")
+    give.add_argument("--max-shard-size", metavar="SIZE", help="of one file, with hf (5GB)")
     give.add_argument(
         "--files", metavar="PATH", action="append", default=[], help="to copy along, with hf: config.json, ..."
     )

@@ -108,6 +108,17 @@ def test_an_uncommitted_checkpoint(tmp_path: Path):
         cloudckpt.load(zeros(), tmp_path / "c")
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [(".metadata", "torch DCP.*import dcp"), ("model.safetensors", "load_hf and `cloudckpt import hf`")],
+)
+def test_files_of_another_format(tmp_path: Path, name: str, said: str):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / name).write_bytes(b"x")
+    with pytest.raises(NotFoundError, match=rf"holds objects but no manifest.*{said}"):
+        cloudckpt.load(zeros(), tmp_path / "c")
+
+
 def test_a_run_in_place_of_a_step(tmp_path: Path):
     cloudckpt.save(STATE, tmp_path / "run" / "step-00000005")
     with pytest.raises(NotFoundError, match=r"looks like a run: its steps are step-00000005"):
