@@ -26,7 +26,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.format import values
 from cloudckpt.format.document import ObjectEntry
-from cloudckpt.format.keys import MANIFEST, plain_root, split_key
+from cloudckpt.format.keys import MANIFEST, parse_attempt, plain_root, split_key
 from cloudckpt.format.manifest import Manifest, decode_manifest
 from cloudckpt.format.tree import Node
 from cloudckpt.store.base import Store
@@ -152,7 +152,13 @@ def replaceable(store: Store, *, is_step: bool, overwrite: bool) -> Sequence[str
         if error.retryable:
             raise
         return ()
-    return [entry.key for entry in manifest.objects if split_key(entry.key)[0] is None]
+    # Whatever a manifest claims to be its own: other files beside it are somebody else's.
+    return [entry.key for entry in manifest.objects if _is_own(entry.key)]
+
+
+def _is_own(key: str) -> bool:
+    step_dir, below = split_key(key)
+    return step_dir is None and parse_attempt(below) is not None
 
 
 def sweep(store: Store, attempt: str) -> None:

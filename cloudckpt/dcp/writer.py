@@ -176,11 +176,11 @@ class StorageWriter(TorchStorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         url = checked_url(self._url, "StorageWriter")
         share = self._share(plan, planner)
+        _TAKEN.add(share.attempt)
         if share.url != url:
             raise InvalidStateError(
                 f"rank {share.rank} saves to {shown_url(url)}, but rank 0 to {shown_url(share.url)}"
             )
-        _TAKEN.add(share.attempt)
         written: list[ObjectEntry] = []
         store = resolve(url, self._storage_options, self._config)
         with (

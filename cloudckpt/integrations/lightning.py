@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cloudckpt._async import async_save
 from cloudckpt._load import load
@@ -32,12 +35,13 @@ from cloudckpt.config import Config
 from cloudckpt.errors import InvalidStateError, MismatchError
 from cloudckpt.retention import remove_checkpoint, remove_replaced
 from cloudckpt.store.base import Store
+from cloudckpt.store.paths import parent
 from cloudckpt.store.resolve import resolve, url_text
 
 _Removal = tuple[str | os.PathLike[str], Callable[[Store, str], None], Mapping[str, Any]]
 
 _SHARDED = ("state_dict", "optimizer_states")
-"""What of Lightning's dict is sharded; all else are plain values, equal on all ranks."""
+"""What of Lightning's dict is sharded. All else is the first rank's, as far as it is no DTensor."""
 
 
 class CheckpointIO(LightningCheckpointIO):
@@ -88,9 +92,7 @@ class CheckpointIO(LightningCheckpointIO):
         self.settle()
         checkpoint = self._read(path)
         if map_location is not None:
-            checkpoint = torch.utils._pytree.tree_map_only(
-                torch.Tensor, lambda tensor: tensor.to(map_location), checkpoint
-            )
+            checkpoint = tree_map_only(torch.Tensor, lambda tensor: tensor.to(map_location), checkpoint)
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -164,12 +166,9 @@ class CheckpointIO(LightningCheckpointIO):
         if pending is not None:
             pending.result()
         for path, remove, storage_options in removals:
-            folder, _, name = url_text(path).rpartition("/")
-            parent = resolve(folder or ".", storage_options, self._config)
-            try:
-                remove(parent, name)
-            finally:
-                parent.close()
+            folder, name = parent(url_text(path))
+            with closing(resolve(folder, storage_options, self._config)) as store:
+                remove(store, name)
 
     def _read(self, path: str | os.PathLike[str], names: list[str] | None = None) -> dict[str, Any]:
         checkpoint: dict[str, Any] = read(
@@ -224,6 +223,8 @@ class ModelParallelStrategy(LightningModelParallelStrategy):
     ) -> None:
         """Collective."""
         path = self.broadcast(os.fspath(filepath))
+        if not self.is_global_zero:
+            checkpoint = _shards(checkpoint)
         self.checkpoint_io.save(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(
@@ -252,6 +253,23 @@ class ModelParallelStrategy(LightningModelParallelStrategy):
             else:
                 set_optimizer_state_dict(model, optimizer, state)
         return checkpoint
+
+
+def _shards(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """What another rank than the first saves: states of callbacks differ where a metric is not reduced."""
+    kept = {name: checkpoint[name] for name in (*_SHARDED, "global_step") if name in checkpoint}
+    return {**_dtensors({name: value for name, value in checkpoint.items() if name not in kept}), **kept}
+
+
+def _dtensors(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            if inner := _dtensors(value):
+                found[key] = inner
+        elif any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):
+            found[key] = value
+    return found
 
 
 def _is_by_index(tree: Mapping[str, Any]) -> bool:

@@ -47,6 +47,7 @@ class CheckpointCallback(TrainerCallback):
         self._found: tuple[int, tempfile.TemporaryDirectory[str]] | None = None
         self._rng: dict[str, Any] | None = None
         trainer.add_callback(self)
+        self._come_before_best_model()
 
     def resume(self, step: int | None = None) -> str | None:
         """What ``Trainer.train(resume_from_checkpoint=...)`` takes, to go on from ``step``, by default the latest.
@@ -111,11 +112,14 @@ class CheckpointCallback(TrainerCallback):
             self._is_due = True
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **held: Any) -> None:
+        self._save_last(state, control, held)
+        if self._pending is not None:
+            self._pending.wait()
+
+    def _save_last(self, state: TrainerState, control: TrainerControl, held: dict[str, Any]) -> None:
         if self._every is not None:
             self._is_due = True
         self._save_if_due(state, control, held)
-        if self._pending is not None:
-            self._pending.wait()
 
     def _save_if_due(self, state: TrainerState, control: TrainerControl, held: dict[str, Any]) -> None:
         is_due, self._is_due = self._is_due, False
@@ -144,6 +148,21 @@ class CheckpointCallback(TrainerCallback):
         fields = dataclasses.asdict(state)
         fields["stateful_callbacks"] = {k: found[0] if len(found) == 1 else found for k, found in stateful.items()}
         return json.dumps(fields, sort_keys=True)
+
+    def _come_before_best_model(self) -> None:
+        """With ``load_best_model_at_end`` the weights are those of another step when the training ends.
+
+        There is no hook before: the Trainer's method is replaced, on this one.
+        """
+        trainer, load = self._trainer, self._trainer._load_best_model
+
+        def load_best_model() -> None:
+            handler = trainer.callback_handler
+            held = {"model": handler.model, "optimizer": handler.optimizer, "lr_scheduler": handler.lr_scheduler}
+            self._save_last(trainer.state, trainer.control, held)
+            load()
+
+        trainer._load_best_model = load_best_model
 
     def _pass_over(self, folder: str) -> None:
         """The Trainer would look for weights in the folder. There is no hook: its method is replaced, on this one."""

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 import cloudckpt
 from cloudckpt.dcp import StorageReader, StorageWriter
 from cloudckpt.errors import InvalidStateError, MismatchError
+from cloudckpt.format.manifest import decode_manifest, with_objects
 from cloudckpt.verify import verify
 from tests.dcp.jobs import SMALL, blank, cut, load, mesh, numbers, quiet, save
 from tests.field.places import Place
@@ -175,6 +177,20 @@ def test_what_is_replaced_is_removed(tmp_path: Path):
     assert len(list((tmp_path / "best").rglob("*.zip"))) == 1
     assert len(list((tmp_path / "step-1").rglob("*.zip"))) == 2, "others of the run may refer to it"
     assert cloudckpt.read(f"{tmp_path}/best")["w"][0] == 1
+
+
+def test_what_a_manifest_claims_to_be_its_own_is_not_removed(tmp_path: Path):
+    folder = tmp_path / "best"
+    save({"w": numbers(3)}, str(folder))
+    (pack,) = folder.rglob("*.zip")
+    written = (folder / "manifest.json").read_bytes()
+    entry = decode_manifest(written, "").objects[0]
+    (folder / "manifest.json").write_bytes(with_objects(written, [msgspec.structs.replace(entry, key="notes.txt")]))
+    (folder / "notes.txt").write_text("somebody else's")
+    save({"w": numbers(3) + 1}, str(folder))
+    assert (folder / "notes.txt").read_text() == "somebody else's"
+    assert pack.exists()
+    assert torch.equal(cloudckpt.read(folder)["w"], numbers(3) + 1)
 
 
 def on_ranks(root: str, options: Any) -> None:

@@ -88,6 +88,21 @@ def test_plans_kept_from_other_storage(tmp_path: Path):
     forget()
 
 
+def keep_plans_of_a_save_that_failed(folder: str) -> None:
+    forget()
+    state = {f"w{dist.get_rank()}": numbers(3)}
+    with pytest.raises(dcp.CheckpointException, match=r"rank 1 saves to .*, but rank 0 to"):
+        save(state, f"{folder}/{dist.get_rank()}", planner=keeping())
+    save(state, f"{folder}/0", planner=keeping())
+    dist.barrier()
+    assert cloudckpt.read(f"{folder}/0").keys() == {"w0", "w1"}
+    forget()
+
+
+def test_plans_kept_from_a_save_that_failed(ranks: RankPool, tmp_path: Path):
+    ranks.run(2, keep_plans_of_a_save_that_failed, str(tmp_path))
+
+
 class HalfPlanner(dcp.DefaultSavePlanner):
     """As in torch's documentation: the plan and the data are changed together."""
 

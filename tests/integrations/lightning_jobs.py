@@ -117,6 +117,19 @@ def fit_sharded(run: str, epochs: int, ckpt_path: str | None = None, **options: 
     return weights(module)
 
 
+class Unreduced(Net):
+    """As by Lightning's default, each rank's metric is its own."""
+
+    def validation_step(self, batch, index):
+        self.log("val", float(torch.distributed.get_rank()))
+
+
+def fit_unreduced(run: str) -> None:
+    size = torch.distributed.get_world_size()
+    strategy = ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1)
+    fit(run, 1, module=Unreduced(), strategy=strategy, plugins=[_Place()], devices=size)
+
+
 def fit_ddp(run: str, epochs: int, ckpt_path: str | None = None) -> dict[str, torch.Tensor]:
     size = torch.distributed.get_world_size()
     module, _, _ = fit(run, epochs, ckpt_path=ckpt_path, strategy="ddp", plugins=[_Place()], devices=size)

@@ -176,5 +176,21 @@ def test_validating_loads_the_model_alone_and_misses_nothing_silently(ranks: Ran
     assert all(name in (MismatchError.__name__, RankError.__name__) and "net.2.bias" in text for name, text in told)
 
 
+def test_what_is_not_sharded_is_the_first_ranks(ranks: RankPool, tmp_path: Path):
+    ranks.run(2, jobs.fit_unreduced, str(tmp_path))
+    (state,) = CheckpointIO().load_checkpoint(tmp_path / "last.ckpt")["callbacks"].values()
+    assert state["best_model_score"] == 0
+    assert jobs.num_writers(tmp_path / "last.ckpt") == 2
+
+
+def test_a_slash_at_the_end(tmp_path: Path):
+    io = CheckpointIO()
+    for _ in range(2):
+        io.save_checkpoint({"w": torch.ones(2)}, f"{tmp_path}/a.ckpt/")
+    assert len(list(tmp_path.rglob("*.zarr.zip"))) == 1
+    io.remove_checkpoint(f"{tmp_path}/a.ckpt/")
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_example(tmp_path: Path):
     assert "weights equal" in run_here("lightning_trainer.py", str(tmp_path))

@@ -118,6 +118,29 @@ def test_saves_beside_the_trainers_own_and_restores_other_callbacks(place: Place
         assert again.state.best_metric == min(log.get("eval_loss", 9.0) for log in again.state.log_history)
 
 
+class Weights(TrainerCallback):
+    """After the last step."""
+
+    def on_step_end(self, args, state, control, model=None, **held):
+        self.seen = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("every", [None, 5])
+def test_the_last_step_is_saved_as_it_was_and_not_as_the_best(tmp_path: Path, every: int | None):
+    settings = {"save_strategy": "steps", "save_steps": 1, "eval_steps": 1, "max_steps": 4, "learning_rate": 3.0}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    trainer = make_trainer(tmp_path, **settings)
+    last = Weights()
+    trainer.add_callback(last)
+    with cloudckpt.Checkpointer(tmp_path / "run") as run:
+        CheckpointCallback(trainer, run, every=every)
+        trainer.train()
+        assert run.latest() == 4
+    assert trainer.state.best_model_checkpoint != str(tmp_path / "checkpoint-4")
+    saved = cloudckpt.read(tmp_path / "run" / "step-00000004")["train"]["model"]
+    assert all(torch.equal(saved[name], weight) for name, weight in last.seen.items())
+
+
 def test_saves_and_ends_when_it_is_told_to(tmp_path: Path):
     with cloudckpt.Checkpointer(tmp_path / "run", save_on_signal=True) as run:
         trainer = make_trainer(tmp_path)
