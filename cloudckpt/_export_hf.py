@@ -19,7 +19,7 @@ from cloudckpt.errors import AlreadyCommittedError, CloudckptError, InvalidState
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.interop.foreign import Foreign
 from cloudckpt.interop.hf_export import HfFile, HfPlan, casts_by_pattern, plan_hf
-from cloudckpt.plan.hf_shards import INDEX, SINGLE, Succession, is_weights, parse_size, succeed
+from cloudckpt.plan.hf_shards import INDEX, SINGLE, Succession, of_export, parse_size, succeed
 from cloudckpt.plan.rename import Rules
 from cloudckpt.plan.selection import select
 from cloudckpt.progress import Progress, start_progress
@@ -276,10 +276,11 @@ def _prepare(target: Store, plan: HfPlan, others: Sequence[SideFile], *, overwri
     check_distinct(others)
     there = {found.key: found.nbytes for found in target.list("")}
     new = [file.key for file in plan.files]
-    taken = [file.key for file in others if is_weights(file.key)]
+    taken = sorted(of_export([file.key for file in others], ()))
     if taken:
         raise InvalidStateError(f"files: {', '.join(taken)} would be taken for weights of this export")
-    old = sorted(key for key in there if is_weights(key))
+    indexed = _indexed(target) if INDEX in there else set()
+    old = sorted(of_export(there, indexed or ()))
     if old and not overwrite:
         shown = ", ".join(old[:5]) + (f" and {len(old) - 5} more" if len(old) > 5 else "")
         raise AlreadyCommittedError(
@@ -290,7 +291,7 @@ def _prepare(target: Store, plan: HfPlan, others: Sequence[SideFile], *, overwri
     succession = succeed(
         old,
         new,
-        indexed=_indexed(target) if INDEX in old and SINGLE not in old else (),
+        indexed=() if SINGLE in old else indexed,
         replaces_files=any(file.key in there for file in changed),
     )
     for key in succession.first:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Self, TypeVar
 
 import msgspec
 
 from cloudckpt import catalog
+from cloudckpt._cached import cached_property
 from cloudckpt.config import Config
 from cloudckpt.errors import FormatError
 from cloudckpt.format import values

@@ -246,10 +246,10 @@ def test_arguments_that_do_not_fit(src: str, dst: str, arguments: Any, error: ty
 
 def test_a_target_with_weights_is_left_alone(src: str, dst: str):
     Path(dst).mkdir()
-    save_file({"x": torch.ones(1)}, Path(dst, "other.safetensors"))
-    with pytest.raises(AlreadyCommittedError, match=r"holds another export: other\.safetensors; overwrite=True"):
+    save_file({"x": torch.ones(1)}, Path(dst, "model.safetensors"))
+    with pytest.raises(AlreadyCommittedError, match=r"holds another export: model\.safetensors; overwrite=True"):
         cloudckpt.export_hf(src, dst, **MODEL)
-    assert keys(dst) == ["other.safetensors"]
+    assert keys(dst) == ["model.safetensors"]
 
 
 def test_files_go_along(src: str, dst: str, tmp_path: Path):

@@ -20,7 +20,7 @@ from cloudckpt.cli.parser import make_parser
 from tests.documents.blocks import ROOT
 
 # Addresses that a page may name in a link, for readers to follow; nothing is loaded from them.
-FOREIGN_LINKS = {"keepachangelog.com", "semver.org"}
+FOREIGN_LINKS = {"fsspec.github.io", "keepachangelog.com", "semver.org"}
 
 
 class Page(HTMLParser):

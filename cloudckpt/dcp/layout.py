@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from cloudckpt._cached import cached_property
 from cloudckpt.dcp.keys import nested_paths
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.array_names import array_names

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from cloudckpt._cached import cached_property
 from cloudckpt.errors import FormatError
 from cloudckpt.format.box import Box
 

@@ -7,13 +7,13 @@ import hashlib
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from cloudckpt._cached import cached_property
 from cloudckpt.errors import FormatError
 from cloudckpt.format.checks import (
     check_arrays,

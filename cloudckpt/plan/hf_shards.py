@@ -16,6 +16,7 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 
+_EXPORTED = re.compile(r"model(-[0-9]+-of-[0-9]+)?\.safetensors")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
@@ -56,9 +57,13 @@ def file_names(count: int) -> list[str]:
     return [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def is_weights(key: str) -> bool:
-    """Whether an object directly at an export's place holds weights, or says where they are."""
-    return "/" not in key and key.endswith((WEIGHTS_SUFFIX, INDEX_SUFFIX))
+def of_export(keys: Collection[str], indexed: Collection[str]) -> set[str]:
+    """Which objects at an export's place are of one: by their names, or since its index leads to them (``indexed``).
+
+    Others, such as ``adapter_model.safetensors``, are somebody else's.
+    """
+    named = {key for key in keys if key == INDEX or _EXPORTED.fullmatch(key)}
+    return named | {key for key in keys if key in indexed and "/" not in key and key.endswith(WEIGHTS_SUFFIX)}
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from cloudckpt._cached import cached_property
 from cloudckpt.errors import FormatError, InvalidStateError
 from cloudckpt.format.grid import Ints
 from cloudckpt.plan.parallel import AXES, DATA_AXES, DENSE_AXES, EXPERT_AXES, ParallelConfig

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import msgspec
 
+from cloudckpt._cached import cached_property
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.tree import Node, array_leaves, leaves, path_text

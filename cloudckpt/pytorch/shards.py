@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard  # no public name; FSDP2 with TP makes them
 from torch.nn.parameter import is_lazy
 
+from cloudckpt._cached import cached_property
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format.box import Box
 from cloudckpt.format.codec import Bytes1D

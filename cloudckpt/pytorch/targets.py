@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
+from cloudckpt._cached import cached_property
 from cloudckpt.format.box import Box
 from cloudckpt.format.codec import Bytes1D
 from cloudckpt.format.manifest import Manifest

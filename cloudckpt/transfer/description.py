@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from hashlib import blake2b
 from operator import attrgetter
 from typing import Any
 
 import msgspec
 
+from cloudckpt._cached import cached_property
 from cloudckpt.errors import InvalidStateError
 from cloudckpt.format import values as plain
 from cloudckpt.format.document import MeshEntry

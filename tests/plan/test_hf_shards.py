@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloudckpt.errors import InvalidStateError
-from cloudckpt.plan.hf_shards import INDEX, SINGLE, file_names, is_weights, parse_size, split, succeed
+from cloudckpt.plan.hf_shards import INDEX, SINGLE, file_names, of_export, parse_size, split, succeed
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def test_a_tensor_beyond_the_limit_has_a_file_of_its_own():
 
 
 def test_what_counts_as_weights():
-    assert is_weights("model-00001-of-00002.safetensors")
-    assert is_weights("adapter_model.safetensors")
-    assert is_weights(INDEX)
-    assert not is_weights("1_Dense/model.safetensors")
-    assert not is_weights("config.json")
+    mine = {"model-00001-of-00002.safetensors", SINGLE, INDEX}
+    others = {"adapter_model.safetensors", "1_Dense/model.safetensors", "config.json", "model.fp16.safetensors"}
+    assert of_export(mine | others, ()) == mine
+    # An index may lead to any name, but what is no safetensors file right there is not deleted for it.
+    assert of_export(mine | others, others) == mine | {"adapter_model.safetensors", "model.fp16.safetensors"}
 
 
 OLD = {
@@ -106,7 +106,7 @@ class Place:
 def steps(place: Place, old: tuple[str, ...], new: list[str], replaces_files: bool, unreadable: bool) -> Iterator[None]:
     names = [key for key in old if key not in (SINGLE, INDEX)]
     plan = succeed(
-        [key for key in old if is_weights(key)],
+        sorted(of_export(old, names)),
         new,
         indexed=None if unreadable else names if INDEX in old else (),
         replaces_files=replaces_files,
@@ -147,7 +147,7 @@ def test_at_every_step_old_new_or_nothing(name: str, count: int, replaces_files:
     assert "older" not in seen
     order = [owner for owner, _ in itertools.groupby(seen)]
     assert order in (["new"], ["old", "new"], ["old", None, "new"], [None, "new"]), order
-    weights = {key for key in place.objects if is_weights(key)}
+    weights = of_export(place.objects, ())
     assert weights == {*new, *([INDEX] if count > 1 else [])}
 
 
