@@ -7,7 +7,8 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from cloudckpt import catalog
 from cloudckpt._write import Commit, commit_of, remove_written
 from cloudckpt.config import MIB, Config
-from cloudckpt.errors import AlreadyCommittedError, CloudckptError
+from cloudckpt.errors import AlreadyCommittedError, CloudckptError, InvalidStateError
 from cloudckpt.format.document import ObjectEntry
 from cloudckpt.format.dtypes import dtype
 from cloudckpt.format.keys import new_attempt
@@ -111,7 +112,7 @@ def rewrite(
     reading = replace(config, memory_bytes=max(1, config.memory_bytes // 8))
     written: list[ObjectEntry] = []
     assembled: list[Manifest] = []  # on the coordinator
-    blueprints: list[Blueprint] = []
+    prepared: list[tuple[Rewrite, list[tuple[Block, ...]], Blueprint]] = []
     with closing(src.open(reading)) as source, closing(dst.open(sending)) as target:
 
         def find(_: Sequence[None]) -> tuple[Foreign, str]:
@@ -124,18 +125,35 @@ def rewrite(
 
         foreign, attempt = ranks.round(lambda: None, find)
 
-        def send() -> UploadReceipt:
+        def prepare() -> Mapping[str, Any]:
+            view = rewriting.view(foreign, source.url)
             plan = plan_rewrite(
                 foreign.manifest,
-                rewriting.view(foreign, source.url),
+                view,
                 rewriting.casts,
                 chunk_bytes=config.chunk_bytes,
                 window_bytes=None if foreign.is_cut else reading.memory_bytes,
             )
             plan, windows = _share_out(plan, ranks, reading.memory_bytes)
             blueprint = rewriting.blueprint(foreign, plan, attempt)
-            blueprint = replace(blueprint, world_size=max(blueprint.world_size, ranks.size))
-            blueprints.append(blueprint)
+            prepared.append((plan, windows, replace(blueprint, world_size=max(blueprint.world_size, ranks.size))))
+            return {
+                "src": source.url,
+                "dst": target.url,
+                "rename": f"rules that come to {view.digest()}",
+                "cast": dict(rewriting.casts),
+                "overwrite": overwrite,
+                "step": blueprint.step,
+                "layout": blueprint.layout,
+                "compression": blueprint.arrays.compression,
+                "model_version": blueprint.model_version,
+                **asdict(config),
+            }
+
+        ranks.round(prepare, partial(_check_alike, rewriting.title))
+        plan, windows, blueprint = prepared[0]
+
+        def send() -> UploadReceipt:
             job = upload_job(blueprint.arrays, attempt, ranks.rank)
             fetch = rewriting.make_fetch(source, foreign, reading, ranks.cancel)
             total = sum(write.nbytes for write in job.writes)
@@ -159,7 +177,7 @@ def rewrite(
             return commit_of(assembled[0], target.url, target.counts.requests)
 
         try:
-            ranks.round(send, lambda receipts: assembled.append(assemble(blueprints[0], receipts)))
+            ranks.round(send, lambda receipts: assembled.append(assemble(blueprint, receipts)))
         except CloudckptError:
             remove_written(target, written)
             raise
@@ -168,6 +186,16 @@ def rewrite(
         except AlreadyCommittedError:
             remove_written(target, written)
             raise
+
+
+def _check_alike(title: str, parts: Sequence[Mapping[str, Any]]) -> None:
+    """Ranks that plan differently would write what does not belong together."""
+    for rank, part in enumerate(parts):
+        for name, value in part.items():
+            if value != parts[0][name]:
+                raise InvalidStateError(
+                    f"{title}: {name} is {parts[0][name]!r:.200} on rank 0, and {value!r:.200} on rank {rank}"
+                )
 
 
 def _share_out(plan: Rewrite, ranks: Group, window_bytes: int) -> tuple[Rewrite, list[tuple[Block, ...]]]:

@@ -190,3 +190,15 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "--files is for hf" in capsys.readouterr().err
     assert main([*arguments, "--overwrite", "--max-shard-size", "1GB"]) == 1
     assert "--max-shard-size is for hf" in capsys.readouterr().err
+
+
+def test_casts_by_name(tmp_path: Path):
+    cloudckpt.save({"a[0]": torch.ones(3), "n": torch.arange(2)}, tmp_path / "ours")
+    for pattern in ("b*", "n"):
+        with pytest.raises(InvalidStateError, match="cast: no tensor of floats matches"):
+            export_dcp(tmp_path / "ours", tmp_path / "theirs", cast={pattern: "bfloat16"})
+    assert not (tmp_path / "theirs" / ".metadata").exists()
+    export_dcp(tmp_path / "ours", tmp_path / "theirs", cast={"a[0]": "bfloat16"})
+    state = {"a[0]": torch.zeros(3, dtype=torch.bfloat16)}
+    dcp.load(state, checkpoint_id=tmp_path / "theirs")
+    assert state["a[0]"].equal(torch.ones(3, dtype=torch.bfloat16))

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import cloudckpt
 from cloudckpt import import_from
 from cloudckpt.cli import main
+from cloudckpt.config import MIB, Config
 from cloudckpt.errors import AlreadyCommittedError, InvalidStateError
 from tests.data.make_dcp import numbers
 from tests.field.places import Place
@@ -111,6 +112,29 @@ def test_other_names_and_dtypes(ranks: RankPool, tmp_path: Path):
     state = cloudckpt.read(tmp_path / "ours", names=["net.*"])
     assert state["net"]["w"].equal(whole()["model"]["w"].bfloat16())
     assert state["net"]["one"].equal(whole()["model"]["one"])
+
+
+def import_in_different_ways(url: str, options: list[dict[str, Any]]) -> None:
+    import_from("dcp", DATA / "dcp-2.4", **{"dst": url, **options[dist.get_rank()]})
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "others"),
+    [
+        ("compression", {}, {"compression": "zstd"}),
+        ("cast", {"cast": "float16"}, {"cast": "bfloat16"}),
+        ("rename", {}, {"rename": [("{name:*}", "x.{name:*}")]}),
+        ("memory_bytes", {"config": Config(memory_bytes=8 * MIB)}, {"config": Config(memory_bytes=64 * MIB)}),
+        ("dst", {}, {"dst": "elsewhere"}),
+    ],
+)
+def test_ranks_that_want_different_things(
+    ranks: RankPool, tmp_path: Path, name: str, own: dict[str, Any], others: dict[str, Any]
+):
+    """What they would write does not belong together: nothing is written."""
+    with pytest.raises(AssertionError, match=rf"InvalidStateError: import dcp: {name} is .* on rank 1"):
+        ranks.run(2, import_in_different_ways, str(tmp_path / "ours"), [own, others])
+    assert not (tmp_path / "ours").exists()
 
 
 def test_there_is_a_checkpoint(tmp_path: Path):

@@ -101,7 +101,7 @@ Load = Callable[[str, Node], Any]
 def plan_dcp(selection: Selection, casts: Mapping[str, str], load: Load, num_ranks: int) -> DcpPlan:
     """``casts``: float types by pattern of flat keys, for floats; the first that matches counts.
 
-    Raises InvalidStateError for two keys that are one once they are flat.
+    Raises InvalidStateError for two keys that are one once they are flat, and for casts that match nothing.
     """
     leaves = _leaves(selection)
     entries: dict[str, Any] = {}
@@ -109,12 +109,17 @@ def plan_dcp(selection: Selection, casts: Mapping[str, str], load: Load, num_ran
     items: list[Item] = []
     first: dict[tuple[str, str, tuple[int, ...]], str] = {}
     tied: dict[str, str] = {}
+    used: set[str] = set()
     for leaf in leaves:
         if not _is_tensor(leaf.node):
             entries[leaf.key] = dcp.BytesStorageMetadata()
             continue
         array = selection.array(leaf.node)
-        kind = _cast(leaf.key, array.dtype, casts)
+        kind = array.dtype
+        pattern = next((p for p in casts if p == leaf.key or fnmatchcase(leaf.key, p)), None)
+        if pattern is not None and _is_float(kind):
+            used.add(pattern)
+            kind = casts[pattern]
         boxes = item_boxes(array.shape, dtype(kind).itemsize)
         entries[leaf.key] = _entry(kind, array.shape, boxes)
         name = first.setdefault((leaf.node["array"], kind, array.shape), leaf.key)
@@ -122,6 +127,9 @@ def plan_dcp(selection: Selection, casts: Mapping[str, str], load: Load, num_ran
             items += [Item(leaf.key, box, kind, array) for box in boxes]
         else:
             tied[leaf.key] = name
+    idle = [pattern for pattern in casts if pattern not in used]
+    if idle:
+        raise InvalidStateError(f"cast: no tensor of floats matches {', '.join(map(repr, idle))}")
     files = _files(items, num_ranks, storage)
     for key, name in tied.items():
         for index, chunk in enumerate(entries[name].chunks):
@@ -153,9 +161,8 @@ def _is_tensor(node: Node) -> bool:
     return isinstance(node, dict) and node.get("$") == "tensor"
 
 
-def _cast(key: str, kind: str, casts: Mapping[str, str]) -> str:
-    is_float = kind == "bfloat16" or (kind.startswith("float") and not kind.startswith("float4"))
-    return next((name for pattern, name in casts.items() if fnmatchcase(key, pattern)), kind) if is_float else kind
+def _is_float(kind: str) -> bool:
+    return kind == "bfloat16" or (kind.startswith("float") and not kind.startswith("float4"))
 
 
 def _entry(kind: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> dcp.TensorStorageMetadata:

@@ -15,6 +15,7 @@ from cloudckpt.interop.foreign import Foreign, Origin
 from cloudckpt.interop.megatron import COMMON, is_megatron, read_common
 from cloudckpt.interop.nesting import nested
 from cloudckpt.interop.pickle_reader import Inert
+from cloudckpt.interop.pickled_values import Left
 from cloudckpt.interop.ranges import Part as Bytes
 from cloudckpt.interop.ranges import Ranges, prefetch
 from cloudckpt.interop.torch_archive import TorchArchive, first_reads, open_archive
@@ -199,7 +200,8 @@ class _Reader:
 
     def _take_value(self, key: str, archive: TorchArchive) -> None:
         value, left = state_of(archive, self._found, key, allow_pickle=self._origin.allow_pickle)
-        self._values[key] = without_left(value)
+        if type(value) is not Left:
+            self._values[key] = without_left(value)
         texts = [f"{text}, which only code can make (allow_pickle=True runs it)" for text in left]
         if self._leaves_out:
             self._found.notes += [f"left out: {text}" for text in texts]

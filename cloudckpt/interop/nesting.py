@@ -10,7 +10,8 @@ from cloudckpt.errors import FormatError
 from cloudckpt.format.values import MAX_DEPTH
 
 MAX_LIST = 1_000_000
-"""An index must not make a list that nothing else fills."""
+MAX_HOLES = 100_000
+"""Places of lists without a value, in all: an index must not make a list that nothing else fills."""
 
 
 class _Sparse(dict[int, Any]):
@@ -39,6 +40,8 @@ def nested(flat: Mapping[str, Any], paths: Mapping[str, Sequence[str | int]], wh
         if last in inner:
             raise FormatError(f"{where}: key {key!r} has the same place as another one: {path!r:.200}")
         inner[last] = value
+    if _holes(root) > MAX_HOLES:
+        raise FormatError(f"{where}: its paths make lists with more than {MAX_HOLES} places that have no value")
     return _lists(root)  # type: ignore[no-any-return]
 
 
@@ -50,6 +53,13 @@ def _checked(part: str | int, holder: Any, key: str, where: str) -> str | int:
     if (type(part) is int) != (type(holder) is _Sparse) or (type(part) is int and not 0 <= part < MAX_LIST):
         raise FormatError(f"{where}: the path of key {key!r} does not fit those of others")
     return part
+
+
+def _holes(value: Any) -> int:
+    if type(value) not in (_Sparse, dict):
+        return 0
+    own = max(value, default=-1) + 1 - len(value) if type(value) is _Sparse else 0
+    return own + sum(_holes(item) for item in value.values())
 
 
 def _lists(value: Any) -> Any:

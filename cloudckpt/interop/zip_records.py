@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cloudckpt.errors import FormatError
 from cloudckpt.interop.ranges import Part
@@ -24,18 +24,23 @@ _ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _NO_16, _NO_32 = 0xFFFF, 0xFFFFFFFF
 _MAX_COMMENT = 65535
+_DESCRIBED = 0x0008
 _DESCRIPTOR_SIZES = (16, 24)
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """``header_offset``: of the local header, in the archive; its payload is somewhere behind it."""
+    """``header_offset``: of the local header, in the archive; its payload is somewhere behind it.
+
+    ``is_torchs``: the entry is as torch's writer makes it, so that its padding is known, too.
+    """
 
     name: str
     nbytes: int
     header_offset: int
     next_offset: int
+    is_torchs: bool
 
 
 def read_directory(part: Part, where: str) -> dict[str, Record]:
@@ -52,14 +57,14 @@ def read_directory(part: Part, where: str) -> dict[str, Record]:
             raise FormatError(f"{where}: record {record.name!r:.200} is in the ZIP archive twice")
         if record.header_offset + _LOCAL.size + record.nbytes > start:
             raise FormatError(f"{where}: record {record.name!r:.200} reaches into the directory of the ZIP archive")
-        records[record.name] = Record(record.name, record.nbytes, record.header_offset, following[record.header_offset])
+        records[record.name] = replace(record, next_offset=following[record.header_offset])
     return records
 
 
 def payload_offset(part: Part, record: Record, where: str) -> int:
     """Where the record's bytes begin, in the archive; without a read where torch's own padding tells."""
     start = _padded_offset(record)
-    if record.nbytes and record.next_offset - record.nbytes - start in _DESCRIPTOR_SIZES:
+    if record.is_torchs and record.nbytes and record.next_offset - record.nbytes - start in _DESCRIPTOR_SIZES:
         return start
     header = part.read(record.header_offset, record.header_offset + _LOCAL.size)
     if len(header) != _LOCAL.size or header[:4] != b"PK\x03\x04":
@@ -110,7 +115,7 @@ def _entries(raw: bytes, count: int, where: str) -> Iterator[Record]:
         if at + _ENTRY.size > len(raw) or raw[at : at + 4] != b"PK\x01\x02":
             raise FormatError(f"{where}: the directory of the ZIP archive is malformed")
         entry = _ENTRY.unpack_from(raw, at)
-        flags, method = entry[3], entry[4]
+        made_by, flags, method = entry[1], entry[3], entry[4]
         packed, nbytes, name_bytes, extra_bytes, comment_bytes = entry[8:13]
         header_offset = entry[16]
         at += _ENTRY.size
@@ -123,7 +128,8 @@ def _entries(raw: bytes, count: int, where: str) -> Iterator[Record]:
         at += name_bytes + extra_bytes + comment_bytes
         if method or flags & 1 or packed != nbytes:
             raise FormatError(f"{where}: record {name!r:.200} of the ZIP archive is compressed; torch.save stores all")
-        yield Record(name, nbytes, header_offset, 0)
+        # Other tools tell their version, and have fields of their own in the local header, such as times.
+        yield Record(name, nbytes, header_offset, 0, is_torchs=made_by == 0 and flags & _DESCRIBED != 0)
 
 
 def _wide(extra: bytes, nbytes: int, packed: int, header_offset: int, where: str) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ import fractions
 import io
 import os
 import pathlib
+import struct
 import sys
 import uuid
 import zipfile
@@ -156,6 +157,25 @@ def test_subclasses_and_parameters(tmp_path: Path):
     assert tree_of({"a": parameter, "b": torch.nn.Buffer(torch.ones(1))}, tmp_path)["a"]["$"] == "tensor"
     with pytest.raises(FormatError, match=r"a: a tensor subclass, tests\.interop\.test_torch_file\.Loud"):
         tree_of({"a": torch.ones(2).as_subclass(Loud)}, tmp_path)
+
+
+def test_packed_anew_by_another_tool(tmp_path: Path):
+    """Such as ``zip -0``, whose local headers have 28 bytes of times and owners, which are of no size torch pads to."""
+    buffer = io.BytesIO()
+    torch.save({"a": torch.arange(10), "b": torch.arange(7.0)}, buffer)
+    fields = struct.pack("<2sHBii", b"UT", 9, 3, 1, 1) + struct.pack("<2sHBBIBI", b"ux", 11, 1, 4, 0, 4, 0)
+    for length in range(1, 65):  # of the folder's name, which moves all else
+        path = tmp_path / "x.pt"
+        places = {}
+        with zipfile.ZipFile(buffer) as old, path.open("wb") as file, zipfile.ZipFile(file, "w") as new:
+            for name in old.namelist():
+                info = zipfile.ZipInfo(f"{'x' * length}/{name.partition('/')[2]}")
+                info.extra = fields
+                new.writestr(info, old.read(name))
+                places[info.filename] = file.tell() - len(old.read(name))
+        manifest = opened(path).manifest
+        for entry, name in zip(manifest.arrays, ("0", "1"), strict=True):
+            assert manifest.columns.byte_offset[entry.first_chunk] == places[f"{'x' * length}/data/{name}"], length
 
 
 def test_other_files(tmp_path: Path):
