@@ -24,6 +24,7 @@ from cloudckpt.interop.dcp_export import DcpPlan, plan_dcp
 from cloudckpt.interop.dcp_metadata import METADATA_KEY
 from cloudckpt.interop.foreign import Foreign
 from cloudckpt.interop.hf_export import casts_by_pattern
+from cloudckpt.interop.megatron import is_megatron
 from cloudckpt.plan.rename import Rules
 from cloudckpt.plan.selection import Selection, select
 from cloudckpt.progress import Progress, start_progress
@@ -161,15 +162,20 @@ def _loaded(source: Store, selection: Selection, config: Config, key: str, node:
 
 def _prepare(target: Store, plan: DcpPlan, *, overwrite: bool) -> list[str]:
     """Make way for the new files; returns those of an earlier export that nothing will refer to."""
-    there = {found.key for found in target.list("")}
+    there = {found.key: found.nbytes for found in target.list("")}
     if METADATA_KEY in there:
         if not overwrite:
             raise AlreadyCommittedError(
                 f"{target.url} holds a DCP checkpoint; overwrite=True (--overwrite) replaces all of it"
             )
+        if is_megatron(target, there):
+            raise AlreadyCommittedError(
+                f"{target.url} holds a checkpoint of Megatron, with files that would pass for parts of the new one: "
+                "export to another place"
+            )
         _delete(target, [METADATA_KEY])
     new = {file.key for _, file in plan.files} | ({plan.values[0]} if plan.values else set())
-    return sorted(key for key in there - new if _DATA_FILE.fullmatch(key))
+    return sorted(key for key in there.keys() - new if _DATA_FILE.fullmatch(key))
 
 
 def _delete(target: Store, keys: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -202,3 +203,13 @@ def test_casts_by_name(tmp_path: Path):
     state = {"a[0]": torch.zeros(3, dtype=torch.bfloat16)}
     dcp.load(state, checkpoint_id=tmp_path / "theirs")
     assert state["a[0]"].equal(torch.ones(3, dtype=torch.bfloat16))
+
+
+def test_a_checkpoint_of_megatron_is_not_mixed_with_another(tmp_path: Path):
+    theirs = tmp_path / "theirs"
+    shutil.copytree(Path(__file__).parent / "data" / "torch-dist", theirs)
+    before = sorted(path.name for path in theirs.iterdir())
+    cloudckpt.save({"w": torch.ones(3)}, tmp_path / "ours")
+    with pytest.raises(AlreadyCommittedError, match="holds a checkpoint of Megatron"):
+        export_dcp(tmp_path / "ours", theirs, overwrite=True)
+    assert sorted(path.name for path in theirs.iterdir()) == before

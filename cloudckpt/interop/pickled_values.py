@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import cloudckpt.pytorch  # noqa: F401  # makes torch's plain values known to format/values.py
 from cloudckpt.errors import FormatError
 from cloudckpt.format.values import MAX_DEPTH, Path, dotted
 from cloudckpt.interop.pickle_reader import Global, Inert

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,7 +57,7 @@ def open_zarr_source(origin: Origin) -> ZarrForeign:
     keys = KeysStore(origin.store, documents.found, frozenset())
     arrays = {path: open_array(keys, path, where) for path in paths}
     kinds = _kinds(arrays, where)
-    wanted = {path: object_grid(array).num_chunks for path, array in arrays.items()}
+    wanted = {path: object_grid(array).counts for path, array in arrays.items()}
     absent = documents.count_absent(wanted)
     _check_fill_values([path for path in absent if documents.fill_value(path) is None], where)
     grids = [_cut(arrays[path], kinds[path].itemsize, origin.config.chunk_bytes) for path in paths]
@@ -134,17 +135,17 @@ class _Documents:
             "restore it with orbax and save that with cloudckpt, or write it anew with use_ocdbt=False and import that"
         )
 
-    def count_absent(self, wanted: Mapping[str, int]) -> dict[str, int]:
+    def count_absent(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """By array, where it is any: how many of the objects that it should have are not there."""
         with ThreadPoolExecutor(self._num_threads, thread_name_prefix="cloudckpt-zarr") as pool:
-            counts = pool.map(self._count_chunks, wanted)
+            counts = pool.map(self._count_chunks, wanted, wanted.values())
             found = zip(wanted.items(), counts, strict=True)
-            return {path: number - count for (path, number), count in found if count < number}
+            return {path: math.prod(grid) - count for (path, grid), count in found if count < math.prod(grid)}
 
-    def _count_chunks(self, path: str) -> int:
+    def _count_chunks(self, path: str, grid: tuple[int, ...]) -> int:
         start = len(path) + 1 if path else 0
         keys = (info.key[start:] for info in self._store.list(path))
-        return sum(_CHUNK.fullmatch(key) is not None and not is_metadata(key) for key in keys)
+        return sum(_is_within(key, grid) and not is_metadata(key) for key in keys)
 
     def fill_value(self, path: str) -> Any:
         """As it is written; None where there is none: what absent chunks hold is not defined then."""
@@ -184,10 +185,20 @@ def _check_fill_values(undefined: Sequence[str], where: str) -> None:
         raise FormatError(f"{where}: chunks are absent, and no fill value says what they hold: {_listed(undefined)}")
 
 
-def _notes(absent: Mapping[str, int], wanted: Mapping[str, int], where: str) -> tuple[str, ...]:
+def _is_within(key: str, grid: tuple[int, ...]) -> bool:
+    """Whether it is the key of a chunk that the array has: what was cut off may still be there."""
+    if _CHUNK.fullmatch(key) is None:
+        return False
+    index = [int(digits) for digits in re.findall("[0-9]+", key)]
+    if not grid:
+        return index in ([], [0])
+    return len(index) == len(grid) and all(i < count for i, count in zip(index, grid, strict=True))
+
+
+def _notes(absent: Mapping[str, int], wanted: Mapping[str, tuple[int, ...]], where: str) -> tuple[str, ...]:
     if not absent:
         return ()
-    told = [f"{path or where} ({count} of {wanted[path]})" for path, count in absent.items()]
+    told = [f"{path or where} ({count} of {math.prod(wanted[path])})" for path, count in absent.items()]
     return (f"{where}: absent chunks are taken for fill values, as zarr does: {_listed(told)}",)
 
 

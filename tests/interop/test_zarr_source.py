@@ -94,6 +94,14 @@ def test_absent_chunks(tmp_path):
     assert found.whole == {"full"}
 
 
+def test_chunks_outside_of_the_array_make_up_for_none(tmp_path):
+    array = zarr.create_array(tmp_path, shape=(10,), chunks=(5,), dtype="int32")
+    array[:5] = 1
+    (tmp_path / "c" / "7").write_bytes((tmp_path / "c" / "0").read_bytes())
+    (note,) = find(tmp_path).notes
+    assert "(1 of 2)" in note
+
+
 def test_absent_chunks_without_a_fill_value(tmp_path):
     made = zarr.create_array(tmp_path / "x", shape=(4,), chunks=(2,), dtype="f4", zarr_format=2, fill_value=None)
     path = tmp_path / "x/.zarray"
