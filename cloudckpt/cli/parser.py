@@ -64,17 +64,7 @@ def _add_keeping(commands: Any) -> None:
     migrate.add_argument(
         "--module", metavar="NAME", action="append", default=[], help="a Python module that registers migrations"
     )
-    migrate.add_argument(
-        "--rename", metavar="OLD=NEW", type=_pair, action="append", default=[], help="a pattern of keys and its target"
-    )
-    migrate.add_argument(
-        "--cast",
-        metavar="PATTERN=DTYPE",
-        type=_pair,
-        action="append",
-        default=[],
-        help="a dtype for float tensors: '*=bfloat16', '*.exp_avg=float32'; the first that matches counts",
-    )
+    _add_changes(migrate)
 
 
 def _add_interchange(commands: Any) -> None:
@@ -102,9 +92,7 @@ def _add_export(commands: Any) -> None:
     give.add_argument(
         "--include", metavar="PATTERN", action="append", default=[], help="keys to take, such as 'model.*' (all)"
     )
-    give.add_argument(
-        "--rename", metavar="OLD=NEW", type=_pair, action="append", default=[], help="a pattern of keys and its target"
-    )
+    _add_rename(give)
     give.add_argument(
         "--dtype", metavar="[PATTERN=]DTYPE", action="append", default=[], help="what floats become: bf16 (as they are)"
     )
@@ -133,10 +121,14 @@ def _add_references(commands: Any) -> None:
     )
 
 
-def _add_changes(command: argparse.ArgumentParser) -> None:
+def _add_rename(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--rename", metavar="OLD=NEW", type=_pair, action="append", default=[], help="a pattern of keys and its target"
     )
+
+
+def _add_changes(command: argparse.ArgumentParser) -> None:
+    _add_rename(command)
     command.add_argument(
         "--cast",
         metavar="PATTERN=DTYPE",
