@@ -30,6 +30,7 @@ from cloudckpt.plan.selection import Selection, select
 from cloudckpt.progress import Progress, start_progress
 from cloudckpt.pytorch.group import make_group
 from cloudckpt.pytorch.held import Held
+from cloudckpt.pytorch.rounds import check_alike
 from cloudckpt.store.base import Store
 
 if TYPE_CHECKING:
@@ -91,11 +92,26 @@ def export_dcp(
     included = include if include is None or isinstance(include, str) else [*include]
     ranks = make_group(group, config.rank_timeout_s)
     with ExitStack() as stack:
-        source = stack.enter_context(contextlib.closing(Place(url, src_options).open(config)))
-        target = stack.enter_context(contextlib.closing(Place(dst, dst_options).open(sending_config(config))))
+        stores: list[Store] = []
         stale: list[str] = []  # on the coordinator
 
-        def find(_: Sequence[None]) -> _Work:
+        def begin() -> dict[str, Any]:
+            for place, settings in (
+                (Place(url, src_options), config),
+                (Place(dst, dst_options), sending_config(config)),
+            ):
+                stores.append(stack.enter_context(contextlib.closing(place.open(settings))))
+            return {
+                "url": os.fspath(url),
+                "dst": os.fspath(dst),
+                "include": included,
+                "cast": casts,
+                "overwrite": overwrite,
+            }
+
+        def find(parts: Sequence[Mapping[str, Any]]) -> _Work:
+            check_alike("export_dcp()", parts)
+            source, target = stores
             manifest = catalog.read_manifest(source)
             selection = select(manifest, included, rename, keep_empty=True)
             load = partial(_loaded, source, selection, config)
@@ -103,7 +119,8 @@ def export_dcp(
             stale.extend(_prepare(target, plan, overwrite=overwrite))
             return _Work(manifest, plan)
 
-        work = ranks.round(lambda: None, find)
+        work = ranks.round(begin, find)
+        source, target = stores
         plan = work.plan
         share = [file for rank, file in plan.files if rank == ranks.rank]
         mine = [ExportFile(file.key, file.nbytes, file.sources, file.render) for file in share]

@@ -24,6 +24,7 @@ from cloudckpt.plan.rename import Rules
 from cloudckpt.plan.selection import select
 from cloudckpt.progress import Progress, start_progress
 from cloudckpt.pytorch.group import Group, make_group
+from cloudckpt.pytorch.rounds import check_alike
 from cloudckpt.pytorch.runs import RunReader
 from cloudckpt.store.base import Buffer, Store
 from cloudckpt.store.paths import mask, parent, scheme_of
@@ -126,11 +127,17 @@ def export_hf(
 
         def begin() -> dict[str, Any]:
             stores.extend((opened(url, src_options, config), opened(dst, dst_options, sending_config(config))))
-            asked = {"url": url, "dst": dst, "include": included, "dtype": dtype, "max_shard_bytes": max_shard_bytes}
-            return {name: repr(value) for name, value in {**asked, "overwrite": overwrite}.items()}
+            return {
+                "url": os.fspath(url),
+                "dst": os.fspath(dst),
+                "include": included,
+                "dtype": dtype,
+                "max_shard_bytes": max_shard_bytes,
+                "overwrite": overwrite,
+            }
 
         def find(parts: Sequence[Mapping[str, Any]]) -> _Work:
-            _check_alike(parts)
+            check_alike("export_hf()", parts)
             source, target = stores
             manifest = catalog.read_manifest(source)
             about = {"format": "pt", **_texts(metadata)}
@@ -233,15 +240,6 @@ class _Export:
             _delete(self._target, [key])
         for file in self._lead.others:
             copy_file(file, self._target)
-
-
-def _check_alike(parts: Sequence[Mapping[str, Any]]) -> None:
-    for rank, part in enumerate(parts):
-        for name, value in part.items():
-            if value != parts[0][name]:
-                raise InvalidStateError(
-                    f"export_hf() was given {name}={parts[0][name]} on rank 0, and {value} on rank {rank}"
-                )
 
 
 def _texts(metadata: Mapping[str, str] | None) -> dict[str, str]:

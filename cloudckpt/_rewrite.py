@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -16,7 +16,7 @@ import numpy as np
 from cloudckpt import catalog
 from cloudckpt._write import Commit, commit_of, remove_written
 from cloudckpt.config import MIB, Config
-from cloudckpt.errors import AlreadyCommittedError, CloudckptError, InvalidStateError
+from cloudckpt.errors import AlreadyCommittedError, CloudckptError
 from cloudckpt.format.document import ObjectEntry
 from cloudckpt.format.dtypes import dtype
 from cloudckpt.format.keys import new_attempt
@@ -28,6 +28,7 @@ from cloudckpt.plan.view import View
 from cloudckpt.plan.windows import Block, plan_windows
 from cloudckpt.progress import Progress, start_progress
 from cloudckpt.pytorch.group import Group
+from cloudckpt.pytorch.rounds import check_alike
 from cloudckpt.pytorch.targets import ChunkPlaces, Targets
 from cloudckpt.pytorch.windows import Fetch, WindowReader
 from cloudckpt.store.base import Store
@@ -110,12 +111,18 @@ def rewrite(
     # reads for a third, and what of a window before them is still being sent.
     sending = replace(config, memory_bytes=max(1, config.memory_bytes // 2))
     reading = replace(config, memory_bytes=max(1, config.memory_bytes // 8))
+    stores: list[Store] = []
     written: list[ObjectEntry] = []
     assembled: list[Manifest] = []  # on the coordinator
-    prepared: list[tuple[Rewrite, list[tuple[Block, ...]], Blueprint]] = []
-    with closing(src.open(reading)) as source, closing(dst.open(sending)) as target:
+    prepared: list[_Prepared] = []
+    with ExitStack() as stack:
+
+        def begin() -> None:
+            for place, settings in ((src, reading), (dst, sending)):
+                stores.append(stack.enter_context(closing(place.open(settings))))
 
         def find(_: Sequence[None]) -> tuple[Foreign, str]:
+            source, target = stores
             found = rewriting.read(source)
             rewriting.view(found, source.url)  # rules that do not fit are told before anything else
             catalog.check_absent(target, overwrite=overwrite)
@@ -123,61 +130,25 @@ def rewrite(
                 warnings.warn(note, stacklevel=2)
             return found, new_attempt()
 
-        foreign, attempt = ranks.round(lambda: None, find)
+        foreign, attempt = ranks.round(begin, find)
+        source, target = stores
 
         def prepare() -> Mapping[str, Any]:
-            view = rewriting.view(foreign, source.url)
-            plan = plan_rewrite(
-                foreign.manifest,
-                view,
-                rewriting.casts,
-                chunk_bytes=config.chunk_bytes,
-                window_bytes=None if foreign.is_cut else reading.memory_bytes,
-            )
-            plan, windows = _share_out(plan, ranks, reading.memory_bytes)
-            blueprint = rewriting.blueprint(foreign, plan, attempt)
-            prepared.append((plan, windows, replace(blueprint, world_size=max(blueprint.world_size, ranks.size))))
-            return {
-                "src": source.url,
-                "dst": target.url,
-                "rename": f"rules that come to {view.digest()}",
-                "cast": dict(rewriting.casts),
-                "overwrite": overwrite,
-                "step": blueprint.step,
-                "layout": blueprint.layout,
-                "compression": blueprint.arrays.compression,
-                "model_version": blueprint.model_version,
-                **asdict(config),
-            }
-
-        ranks.round(prepare, partial(_check_alike, rewriting.title))
-        plan, windows, blueprint = prepared[0]
+            prepared.append(_prepare(ranks, rewriting, foreign, attempt, source.url, config, reading.memory_bytes))
+            told = {"src": source.url, "dst": target.url, "overwrite": overwrite}
+            return {**told, **prepared[0].arguments, **asdict(config)}
 
         def send() -> UploadReceipt:
-            job = upload_job(blueprint.arrays, attempt, ranks.rank)
-            fetch = rewriting.make_fetch(source, foreign, reading, ranks.cancel)
-            total = sum(write.nbytes for write in job.writes)
-            with (
-                closing(WindowReader(plan, windows, fetch)) as reader,
-                start_progress(progress, rewriting.title, total, show=ranks.rank == 0) as advance,
-            ):
-                return upload(
-                    target,
-                    job,
-                    lambda write: reader.read(write.chunk),
-                    layout=blueprint.layout,
-                    config=sending,
-                    cancel=ranks.cancel,
-                    advance=advance,
-                    written=written,
-                )
+            return _send(ranks, rewriting, foreign, prepared[0], source, target, progress, reading, sending, written)
 
         def publish(_: Sequence[None]) -> Commit:
             catalog.commit(target, assembled[0], overwrite=overwrite)
             return commit_of(assembled[0], target.url, target.counts.requests)
 
+        # Ranks that plan differently would write what does not belong together.
+        ranks.round(prepare, partial(check_alike, rewriting.title))
         try:
-            ranks.round(send, lambda receipts: assembled.append(assemble(blueprint, receipts)))
+            ranks.round(send, lambda receipts: assembled.append(assemble(prepared[0].blueprint, receipts)))
         except CloudckptError:
             remove_written(target, written)
             raise
@@ -188,14 +159,71 @@ def rewrite(
             raise
 
 
-def _check_alike(title: str, parts: Sequence[Mapping[str, Any]]) -> None:
-    """Ranks that plan differently would write what does not belong together."""
-    for rank, part in enumerate(parts):
-        for name, value in part.items():
-            if value != parts[0][name]:
-                raise InvalidStateError(
-                    f"{title}: {name} is {parts[0][name]!r:.200} on rank 0, and {value!r:.200} on rank {rank}"
-                )
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A rank's part of a rewrite. ``arguments``: what led to it, and has to be equal on all ranks."""
+
+    plan: Rewrite
+    windows: Sequence[tuple[Block, ...]]
+    blueprint: Blueprint
+    arguments: Mapping[str, Any]
+
+
+def _prepare(
+    ranks: Group, rewriting: Rewriting, foreign: Foreign, attempt: str, url: str, config: Config, window_bytes: int
+) -> _Prepared:
+    view = rewriting.view(foreign, url)
+    plan = plan_rewrite(
+        foreign.manifest,
+        view,
+        rewriting.casts,
+        chunk_bytes=config.chunk_bytes,
+        window_bytes=None if foreign.is_cut else window_bytes,
+    )
+    plan, windows = _share_out(plan, ranks, window_bytes)
+    blueprint = rewriting.blueprint(foreign, plan, attempt)
+    arguments = {
+        "rename": f"rules that come to {view.digest()}",
+        "cast": dict(rewriting.casts),
+        "step": blueprint.step,
+        "layout": blueprint.layout,
+        "compression": blueprint.arrays.compression,
+        "model_version": blueprint.model_version,
+    }
+    blueprint = replace(blueprint, world_size=max(blueprint.world_size, ranks.size))
+    return _Prepared(plan, windows, blueprint, arguments)
+
+
+def _send(
+    ranks: Group,
+    rewriting: Rewriting,
+    foreign: Foreign,
+    prepared: _Prepared,
+    source: Store,
+    target: Store,
+    progress: Progress,
+    reading: Config,
+    sending: Config,
+    written: list[ObjectEntry],
+) -> UploadReceipt:
+    blueprint = prepared.blueprint
+    job = upload_job(blueprint.arrays, blueprint.attempt, ranks.rank)
+    fetch = rewriting.make_fetch(source, foreign, reading, ranks.cancel)
+    total = sum(write.nbytes for write in job.writes)
+    with (
+        closing(WindowReader(prepared.plan, prepared.windows, fetch)) as reader,
+        start_progress(progress, rewriting.title, total, show=ranks.rank == 0) as advance,
+    ):
+        return upload(
+            target,
+            job,
+            lambda write: reader.read(write.chunk),
+            layout=blueprint.layout,
+            config=sending,
+            cancel=ranks.cancel,
+            advance=advance,
+            written=written,
+        )
 
 
 def _share_out(plan: Rewrite, ranks: Group, window_bytes: int) -> tuple[Rewrite, list[tuple[Block, ...]]]:

@@ -21,7 +21,7 @@ import cloudckpt
 from cloudckpt import export_dcp, import_from
 from cloudckpt.cli import main
 from cloudckpt.config import MIB, Config
-from cloudckpt.errors import AlreadyCommittedError, InvalidStateError, NotFoundError
+from cloudckpt.errors import AlreadyCommittedError, CloudckptError, InvalidStateError, NotFoundError
 from cloudckpt.plan import dcp_items
 from cloudckpt.plan.dcp_items import item_boxes
 from tests.field.places import Place
@@ -213,3 +213,22 @@ def test_a_checkpoint_of_megatron_is_not_mixed_with_another(tmp_path: Path):
     with pytest.raises(AlreadyCommittedError, match="holds a checkpoint of Megatron"):
         export_dcp(tmp_path / "ours", theirs, overwrite=True)
     assert sorted(path.name for path in theirs.iterdir()) == before
+
+
+def export_otherwise(src: str, dsts: list[str], options: list[dict[str, Any]]) -> str:
+    rank = dist.get_rank()
+    try:
+        export_dcp(src, dsts[rank], dst_options=options[rank])
+    except CloudckptError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("is_other", [True, False], ids=["another place", "a store that cannot be opened"])
+def test_ranks_that_are_called_otherwise(ranks: RankPool, tmp_path: Path, is_other: bool):
+    cloudckpt.save({"w": torch.ones(3)}, tmp_path / "ours")
+    dsts = [str(tmp_path / "theirs"), str(tmp_path / ("others" if is_other else "theirs"))]
+    told = ranks.run(2, export_otherwise, str(tmp_path / "ours"), dsts, [{}, {} if is_other else {"no": "such"}])
+    expected = "export_dcp() was called with dst=" if is_other else "a local path takes no storage_options"
+    assert [expected in text for text in told] == [True, True], told
+    assert not (tmp_path / "theirs" / ".metadata").exists()

@@ -330,7 +330,7 @@ def export_otherwise(src: str, dst: str) -> str:
 
 def test_ranks_are_asked_the_same(src: str, dst: str, ranks: RankPool):
     told = ranks.run(2, export_otherwise, src, dst)
-    assert told == ["export_hf() was given dtype=None on rank 0, and 'bf16' on rank 1"] * 2
+    assert told == ["export_hf() was called with dtype=None on rank 0 but dtype='bf16' on rank 1"] * 2
 
 
 def test_an_error_on_one_rank_reaches_all(src: str, dst: str, ranks: RankPool):

@@ -132,7 +132,7 @@ def test_ranks_that_want_different_things(
     ranks: RankPool, tmp_path: Path, name: str, own: dict[str, Any], others: dict[str, Any]
 ):
     """What they would write does not belong together: nothing is written."""
-    with pytest.raises(AssertionError, match=rf"InvalidStateError: import dcp: {name} is .* on rank 1"):
+    with pytest.raises(AssertionError, match=rf"InvalidStateError: import dcp was called with {name}=.* on rank 1"):
         ranks.run(2, import_in_different_ways, str(tmp_path / "ours"), [own, others])
     assert not (tmp_path / "ours").exists()
 

@@ -108,7 +108,7 @@ def compare(
     wish = Wish(
         asked=pack_bits(np.array([path in match.asked for path in stored], dtype=bool)),
         problems=match.problems,
-        arguments=tuple(alike.items()),
+        arguments=alike,
         has_objects=match.has_objects,
         matched=tuple(sorted(describer.matched)),
         patterns=frozenset(match.patterns),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from isal import isal_zlib
 
-from cloudckpt.errors import CloudckptError, InterruptedTransferError, RankError
+from cloudckpt.errors import CloudckptError, InterruptedTransferError, InvalidStateError, RankError
 
 K = TypeVar("K")
 
@@ -106,3 +106,14 @@ def rank_error(causes: dict[int, str]) -> RankError:
 def foreign(error: BaseException) -> CloudckptError:
     """An error that is not this package's own, as one that can travel between processes."""
     return CloudckptError(f"{type(error).__name__}: {error}")
+
+
+def check_alike(what: str, parts: Sequence[Mapping[str, Any]]) -> None:
+    """``parts``: by rank, the arguments that ``what`` was called with. Raises InvalidStateError where they differ."""
+    for rank, part in enumerate(parts):
+        for name, own in part.items():
+            first = parts[0][name]
+            if first != own:
+                raise InvalidStateError(
+                    f"{what} was called with {name}={first!r:.300} on rank 0 but {name}={own!r:.300} on rank {rank}"
+                )

@@ -16,6 +16,7 @@ from cloudckpt.plan.names import check_found
 from cloudckpt.plan.rules import ShardingRules, check_all_matched
 from cloudckpt.pytorch.links import NamedSet
 from cloudckpt.pytorch.match import Problems
+from cloudckpt.pytorch.rounds import check_alike
 from cloudckpt.pytorch.ties import Twins
 
 NOTHING_SHARED = "no chunk is wanted twice"
@@ -51,7 +52,7 @@ class Wish:
 
     asked: bytes
     problems: Problems
-    arguments: tuple[tuple[str, Any], ...]
+    arguments: Mapping[str, Any]
     has_objects: bool
     matched: tuple[int, ...]
     patterns: frozenset[str]
@@ -103,12 +104,7 @@ def judge(
 
     ``check_twins``: reads what two arrays hold that are for one memory; it raises InvalidStateError if they differ.
     """
-    for rank, wish in enumerate(wishes):
-        for (name, first), (_, own) in zip(wishes[0].arguments, wish.arguments, strict=True):
-            if first != own:
-                raise InvalidStateError(
-                    f"load() was called with {name}={first!r} on rank 0 but {name}={own!r} on rank {rank}"
-                )
+    check_alike("load()", [wish.arguments for wish in wishes])
     check_all_matched(rules, [wish.matched for wish in wishes], map(path_text, stored))
     idle = [pattern for pattern in resize or () if not any(pattern in wish.patterns for wish in wishes)]
     if idle:
