@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 
-from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 
 from cloudckpt.errors import NotFoundError
+from cloudckpt.interop.zarr_read_only import ReadOnlyStore
 from cloudckpt.store import base
 from cloudckpt.store.paths import join
 
 
-class KeysStore(Store):
+class KeysStore(ReadOnlyStore):
     """``documents``: metadata that were read before, by key; there is no other. ``whole``: the paths of arrays all of
     whose chunks were there: one that is gone raises NotFoundError, for zarr would take it for fill values.
     """
 
     def __init__(self, store: base.Store, documents: Mapping[str, bytes], whole: frozenset[str]) -> None:
-        super().__init__(read_only=True)
+        super().__init__()
         self._store = store
         self._documents = documents
         self._whole = whole
@@ -33,14 +34,6 @@ class KeysStore(Store):
         return self._store.url
 
     @property
-    def supports_writes(self) -> bool:
-        return False
-
-    @property
-    def supports_deletes(self) -> bool:
-        return False
-
-    @property
     def supports_listing(self) -> bool:
         return False
 
@@ -51,28 +44,12 @@ class KeysStore(Store):
             data = await asyncio.to_thread(self._read, key, byte_range)
         return None if data is None else prototype.buffer.from_bytes(data)
 
-    async def get_partial_values(
-        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
-    ) -> list[Buffer | None]:
-        return await asyncio.gather(*(self.get(key, prototype, byte_range) for key, byte_range in key_ranges))
-
     async def exists(self, key: str) -> bool:
         return key in self._documents
-
-    async def set(self, key: str, value: Buffer) -> None:  # noqa: ARG002  # zarr's signature
-        self._check_writable()
-
-    async def delete(self, key: str) -> None:  # noqa: ARG002  # zarr's signature
-        self._check_writable()
 
     async def list(self) -> AsyncIterator[str]:
         for key in self._documents:
             yield key
-
-    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        for key in self._documents:
-            if key.startswith(prefix):
-                yield key
 
     def list_dir(self, prefix: str) -> AsyncIterator[str]:
         raise NotImplementedError(prefix)

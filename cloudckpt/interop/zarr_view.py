@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import zarr
 from crc32c import crc32c
-from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 
 from cloudckpt.checkpoint import Checkpoint, open_checkpoint
@@ -31,6 +31,7 @@ from cloudckpt.format.manifest import Manifest
 from cloudckpt.format.place import Placement, PlacementSink
 from cloudckpt.format.zarr_json import array_document, encode_document, group_document
 from cloudckpt.interop import zarr_dtypes  # noqa: F401  # registers the data types
+from cloudckpt.interop.zarr_read_only import ReadOnlyStore
 from cloudckpt.plan.reads import StoredChunks, plan_load
 from cloudckpt.plan.shard import PieceTable
 from cloudckpt.store.base import byte_view
@@ -56,11 +57,11 @@ def open_zarr(
     return zarr.open_group(CheckpointStore(checkpoint, config or Config()), mode="r", zarr_format=3)
 
 
-class CheckpointStore(Store):
+class CheckpointStore(ReadOnlyStore):
     """zarr's view of a checkpoint. Owns the checkpoint that it is given."""
 
     def __init__(self, checkpoint: Checkpoint, config: Config) -> None:
-        super().__init__(read_only=True)
+        super().__init__()
         self._checkpoint = checkpoint
         self._config = config
         manifest = checkpoint.manifest
@@ -83,14 +84,6 @@ class CheckpointStore(Store):
         self._checkpoint.close()
 
     @property
-    def supports_writes(self) -> bool:
-        return False
-
-    @property
-    def supports_deletes(self) -> bool:
-        return False
-
-    @property
     def supports_listing(self) -> bool:
         return True
 
@@ -103,11 +96,6 @@ class CheckpointStore(Store):
             data = await asyncio.to_thread(self._chunk, *found)
         return prototype.buffer.from_bytes(byte_view(data)[_span(byte_range)])
 
-    async def get_partial_values(
-        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
-    ) -> list[Buffer | None]:
-        return await asyncio.gather(*(self.get(key, prototype, byte_range) for key, byte_range in key_ranges))
-
     async def exists(self, key: str) -> bool:
         return self._document(key) is not None or self._find(key) is not None
 
@@ -119,21 +107,10 @@ class CheckpointStore(Store):
             return len(document)
         return self._chunk_bytes(found[0]) + CHECKSUM_BYTES
 
-    async def set(self, key: str, value: Buffer) -> None:  # noqa: ARG002  # zarr's signature
-        self._check_writable()
-
-    async def delete(self, key: str) -> None:  # noqa: ARG002  # zarr's signature
-        self._check_writable()
-
     async def list(self) -> AsyncIterator[str]:
         yield METADATA
         for number, entry in enumerate(self._manifest.arrays):
             for key in self._keys_of(number, entry.name):
-                yield key
-
-    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        async for key in self.list():
-            if key.startswith(prefix):
                 yield key
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
